@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +29,13 @@ class DType(StrEnum):
         return self in FLOATS
 
     @property
-    def numpy(self) -> np.dtype:
+    def numpy(self) -> np.dtype[Any]:
         """The NumPy type of the stored bits (bf16 is held as uint16)."""
         return _NUMPY[self]
 
 
 _BYTES = {DType.F32: 4, DType.BF16: 2, DType.I32: 4, DType.BOOL: 4}
-_NUMPY = {
+_NUMPY: dict[DType, np.dtype[Any]] = {
     DType.F32: np.dtype(np.float32),
     DType.BF16: np.dtype(np.uint16),
     DType.I32: np.dtype(np.int32),

@@ -1,0 +1,22 @@
+"""The operator library: a file per family. Importing this package declares every operator of `LIBRARY`."""
+
+from wpk.ops import (
+    constants,
+    elementwise,
+    filterbank,
+    index,
+    linear,
+    norm,
+    recurrent,
+    reduce,
+    shape,
+    spectral,
+    streaming,
+)
+from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, operator
+
+__all__ = [  # noqa: RUF022
+    "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
+    "constants", "elementwise", "filterbank", "index", "linear", "norm", "recurrent", "reduce", "shape", "spectral",
+    "streaming",
+]  # fmt: skip

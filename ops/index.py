@@ -1,0 +1,96 @@
+"""Rows by index. An index outside the table takes its nearest row: nothing outside an operand is ever read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from wpk.ir.errors import GraphError
+from wpk.ir.types import DType, Type
+from wpk.ops.operator import Array, Cost, Dims, Operator, body, operand, operator
+from wpk.ops.payload import operand_i32, parameter
+from wpk.ops.shape import WORDS
+
+
+class Lookup(Operator):
+    """Base. Parameters: rows of the table, words of a row, number of indices."""
+
+    def cost(self, *types: Type) -> Cost:
+        (y,) = self.infer(types)
+        return Cost({}, activation_bytes=2 * y.bytes)
+
+
+@operator("gather", version=1)
+class Gather(Lookup):
+    """y[i] = x[indices[i]]: x [r, ...] f32, i32 or bool; indices [k] i32; y [k, ...]. Indices are clipped to 0..r-1."""
+
+    x = operand("...", dtypes=WORDS)
+    indices = operand("k", dtypes=DType.I32)
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        x = dims.like("x")
+        if not x.shape:
+            raise GraphError("gather: operand 'x' has the wrong rank", wanted="[r, ...]", found=x)
+        return (Type(x.dtype, (dims["k"], *x.shape[1:])),)
+
+    def meaning(self, x: Array, indices: Array) -> Array:
+        return x[np.clip(indices.astype(np.int64), 0, len(x) - 1)]
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        rows = types[0].shape[0]
+        return (rows, types[0].size // rows, types[1].size)
+
+    @classmethod
+    def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
+        rows, width, count = parameters[:3]
+        return (4 * rows * width, 4 * count, 4 * count * width)
+
+
+@body(Gather)
+def gather_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
+    rows, width, count = parameter(record, 0), parameter(record, 1), parameter(record, 2)
+    for slot in range(slot_lo, slot_hi):
+        x, indices = operand_i32(record, arenas, 0, slot, rows * width), operand_i32(record, arenas, 1, slot, count)
+        y = operand_i32(record, arenas, 2, slot, count * width)
+        for k in range(count):
+            row = min(max(indices[k], 0), rows - 1)
+            for i in range(width):
+                y[k * width + i] = x[row * width + i]
+
+
+@operator("embedding", version=1)
+class Embedding(Lookup):
+    """y = table[index]: index [] or [t] i32; table [v, d] f32, a weight; y [d] or [t, d]. Clipped to 0..v-1."""
+
+    index = operand("...", dtypes=DType.I32)
+    table = operand("v d", weight=True)
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        index = dims.like("index")
+        if len(index.shape) > 1:
+            raise GraphError("embedding: operand 'index' has the wrong rank", wanted="[] or [t]", found=index)
+        return (Type(DType.F32, (*index.shape, dims["d"])),)
+
+    def meaning(self, index: Array, table: Array) -> Array:
+        return table[np.clip(np.asarray(index).astype(np.int64), 0, len(table) - 1)]
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        return (*types[1].shape, types[0].size)
+
+    @classmethod
+    def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
+        rows, width, count = parameters[:3]
+        return (4 * count, 4 * rows * width, 4 * count * width)
+
+
+@body(Embedding)
+def embedding_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
+    rows, width, count = parameter(record, 0), parameter(record, 1), parameter(record, 2)
+    for slot in range(slot_lo, slot_hi):
+        index, table = operand_i32(record, arenas, 0, slot, count), operand_i32(record, arenas, 1, slot, rows * width)
+        y = operand_i32(record, arenas, 2, slot, count * width)
+        for k in range(count):
+            row = min(max(index[k], 0), rows - 1)
+            for i in range(width):
+                y[k * width + i] = table[row * width + i]

@@ -1,0 +1,164 @@
+"""Building profiles: spec -> graph -> program -> store, once for each identity."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from wpk import ir, scheduler, zoo
+from wpk.ir.errors import CapacityError
+from wpk.ir.graph import Graph
+from wpk.kernel.bodies import compile_kernel
+from wpk.kernel.cpu import LOOPS
+from wpk.ops import LIBRARY
+from wpk.ops.requirements import Selection
+from wpk.registry.models import find_model
+from wpk.registry.profile import SCHEMA, Manifest, OperatorUse, ProfileStore, incompatibilities
+from wpk.registry.settings import Settings, settings
+from wpk.registry.storage import locked, sha256_bytes
+from wpk.scheduler.compile import MAX_CAPACITY, Compiled, compile_graph
+from wpk.scheduler.target import Target, find_target
+from wpk.zoo.build import build_graph
+from wpk.zoo.spec import ModelSpec
+
+Show = Callable[[str, object], None]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A profile in the store; `cached` when it was there already. build_s: seconds of this call."""
+
+    manifest: Manifest
+    path: Path
+    cached: bool
+    build_s: float
+
+
+def build(
+    model: str | ModelSpec,
+    *,
+    capacity: int,
+    context: int | None = None,
+    target: str = "auto",
+    force: bool = False,
+    where: Settings | None = None,
+    show: Show | None = None,
+) -> Built:
+    """Compile a model for a capacity and keep the profile.
+
+    context: steps of history that caches have room for; None takes the spec's. target: a name of
+    `wpk.scheduler.target`, or "auto" for what this machine has. force: build even if it is there.
+    """
+    started = time.monotonic()
+    where = where or settings()
+    spec = find_model(model, where) if isinstance(model, str) else model
+    _check_capacity(spec.name, capacity)
+    chosen = find_target(default_target() if target == "auto" else target)
+    context = default_context(spec) if context is None else context
+    if context < 1:
+        raise CapacityError(f"context {context} cannot be had", capacity=capacity, wanted=">= 1", found=context)
+    graph = build_graph(spec, context=context)
+    spec_sha = sha256_bytes(spec.model_dump_json().encode())
+    identity = _identity(graph, spec, spec_sha, capacity, context, chosen)
+    store = ProfileStore(where)
+    folder = store.folder / identity
+    # One build an identity, however many processes ask: the others wait here and find it done.
+    with locked(folder.with_name(f"{identity}.build")):
+        entry = None if force else store.get(identity)
+        if entry is not None and entry.error is not None:
+            raise entry.error  # damaged, and not by us, who publish whole folders: the user should know
+        if entry is not None and entry.manifest is not None and not list(incompatibilities(entry.manifest)):
+            return Built(entry.manifest, entry.path, True, time.monotonic() - started)
+        library = Selection(spec.operators, LIBRARY)
+        steps = spec.clock.steps_per_beat
+        _check_memory(spec.name, graph, library, chosen, capacity, steps)
+        options = {} if show is None else {"show": show}
+        compiled = compile_graph(graph, library, chosen, capacity=capacity, steps=steps, **options)
+        manifest = _manifest(identity, spec, spec_sha, context, chosen, compiled, time.monotonic() - started)
+        path = store.write(manifest, compiled.program.to_bytes(), str(compiled.load), replace=True)
+        if chosen.kind == "cpu":
+            compile_kernel(compiled.program.operators, LOOPS, where.kernels)
+    return Built(manifest, path, False, time.monotonic() - started)
+
+
+def default_target() -> str:
+    """The target that "auto" means on this machine."""
+    return "cpu"
+
+
+def default_context(spec: ModelSpec) -> int:
+    return spec.context
+
+
+def _manifest(
+    identity: str, spec: ModelSpec, spec_sha: str, context: int, target: Target, compiled: Compiled, seconds: float
+) -> Manifest:
+    program = compiled.program
+    uses = [name.partition("@") for name in program.operators]
+    return Manifest(
+        id=identity, model=spec.name, model_version=spec.version, spec_sha256=spec_sha, capacity=program.slots,
+        context=context, target=target.name, steps_per_beat=program.steps,
+        period_ms=spec.clock.step_ms * spec.clock.steps_per_beat, compiler=compiler_version(),
+        operators=tuple(
+            OperatorUse(name=n, version=int(v), digest=LIBRARY.digest(n, int(v))) for n, _, v in uses
+        ),
+        program_sha256=program.sha256, load_sha256=sha256_bytes(str(compiled.load).encode()),
+        arenas=program.arena_bytes(), phases=len(program.payloads), waves=program.waves,
+        floor_ms=compiled.floor.floor_ms, predicted_ms=compiled.predicted_ms, floor=compiled.floor, build_s=seconds,
+    )  # fmt: skip
+
+
+def _identity(graph: Graph, spec: ModelSpec, spec_sha: str, capacity: int, context: int, target: Target) -> str:
+    """MODEL-capN-ctxT-TARGET-DIGEST8: the digest covers all that decides the program's bytes."""
+    parts = [str(SCHEMA), spec_sha, str(graph), target.model_dump_json(), compiler_version(), library_digest()]
+    parts += [str(capacity), str(context), str(spec.clock.steps_per_beat)]
+    digest = sha256_bytes("\0".join(parts).encode())[:8]
+    return f"{spec.name}-cap{capacity}-ctx{context}-{target.name}-{digest}"
+
+
+@functools.cache
+def compiler_version() -> str:
+    """Version of the passes: a digest of their sources, so that a changed compiler never reuses an old profile."""
+    found = hashlib.sha256()
+    for package in (ir, scheduler, zoo):
+        for folder in package.__path__:
+            for path in sorted(Path(folder).rglob("*.py")):
+                found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+@functools.cache
+def library_digest() -> str:
+    return sha256_bytes("\n".join(LIBRARY.digest(c.name, c.version) for c in LIBRARY).encode())
+
+
+def _check_capacity(model: str, capacity: int) -> None:
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or not 1 <= capacity <= MAX_CAPACITY:
+        raise CapacityError(
+            f"{model}: capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}",
+            found=capacity, hint="--cap is the number of sessions that run at once.",
+        )  # fmt: skip
+
+
+def _check_memory(model: str, graph: Graph, library: Selection, target: Target, capacity: int, steps: int) -> None:
+    """Refuse before the work what could not be loaded after it; sizes come from a program of one session."""
+    room = target.memory_bytes or host_memory()
+    weights, *others = compile_graph(graph, library, target, capacity=1, steps=steps).program.arenas
+    needed = weights + capacity * sum(others)
+    if needed > room:
+        fits = max(0, (room - weights) // sum(others))
+        raise CapacityError(
+            f"{model}: {capacity} sessions do not fit into memory", capacity=capacity,
+            wanted=f"at most {fits} sessions ({room / 1e9:.1f} GB)", found=f"{needed / 1e9:.1f} GB",
+            hint="Lower --cap or --context.",
+        )  # fmt: skip
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,235 @@
+"""A loaded profile with its sessions: join, beat, leave."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wpk.ir.errors import CapacityError, KernelError, SessionError
+from wpk.kernel.control import set_bit
+from wpk.kernel.cpu import CpuKernel
+from wpk.ops.payload import Arena
+from wpk.registry.profile import Manifest
+from wpk.scheduler.program import DTYPES, Direction, Program
+from wpk.zoo.spec import ModelSpec
+
+Array = NDArray[Any]
+KEPT_DURATIONS = 100_000  # beats that p50 and p99 look back on
+
+
+class Session:
+    """One live conversation in a slot of a cohort. Equal only to itself; invalid after `leave`."""
+
+    __slots__ = ("__weakref__", "_cohort", "slot")
+
+    def __init__(self, cohort: Cohort, slot: int) -> None:
+        self.slot, self._cohort = slot, cohort
+
+    def __repr__(self) -> str:
+        return f"<Session in slot {self.slot}>"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Beats so far and their kernel time in ms; late: longer than the model's period."""
+
+    beats: int
+    late: int
+    p50: float
+    p99: float
+    max: float
+
+
+class Cohort:
+    """All sessions of one loaded profile. Methods may be called from any thread; beats run one at a time."""
+
+    def __init__(self, spec: ModelSpec, profile: Manifest, kernel: CpuKernel) -> None:
+        self.spec, self.profile, self._kernel = spec, profile, kernel
+        program = kernel.program
+        self._inputs = _port_views(program, kernel.arenas[Arena.IO], Direction.INPUT)
+        self._outputs = _port_views(program, kernel.arenas[Arena.IO], Direction.OUTPUT)
+        self._sessions: dict[int, Session] = {}
+        self._lock = threading.RLock()
+        self._durations: deque[float] = deque(maxlen=KEPT_DURATIONS)
+        self._beats = self._late = 0
+        self._max = 0.0
+        self._closed = False
+
+    # --- sessions -----------------------------------------------------------------------------------------------
+    @property
+    def capacity(self) -> int:
+        return self.profile.capacity
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self._sessions)
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        return tuple(self._sessions.values())
+
+    def join(self) -> Session:
+        """A session in the lowest free slot, in the model's initial state; `CapacityError` when there is none."""
+        with self._lock:
+            self._require_open()
+            for slot in range(self.capacity):
+                if slot not in self._sessions:
+                    self._kernel.reset(slot)
+                    set_bit(self._kernel.control.active, slot, True)
+                    self._sessions[slot] = Session(self, slot)
+                    return self._sessions[slot]
+        raise CapacityError(
+            f"all {self.capacity} slots are taken", capacity=self.capacity, wanted="a free slot",
+            found=f"{self.capacity} sessions", hint="Let a session leave, or load a larger capacity.",
+        )  # fmt: skip
+
+    def leave(self, session: Session) -> None:
+        """End a session; its slot is free at once."""
+        with self._lock:
+            self._require(session)
+            set_bit(self._kernel.control.active, session.slot, False)
+            del self._sessions[session.slot]
+
+    # --- beats --------------------------------------------------------------------------------------------------
+    def beat(self, inputs: Mapping[Session, Mapping[str, Array]] | None = None) -> dict[Session, dict[str, Array]]:
+        """Advance every session by one beat.
+
+        inputs: for each session, every input port's array: float32 of the port's shape, steps of the beat one after
+        the other (audio: samples per beat). A session that is not named gets silence (zeros). Returns for every
+        session every output port's array. Bad input is refused before anything moves.
+        """
+        with self._lock:
+            self._require_open()
+            sessions, blocks = self._checked(inputs or {})
+            for name, views in self._inputs.items():
+                for step, view in enumerate(views):
+                    view[:] = 0
+                    if sessions:
+                        view[[s.slot for s in sessions]] = blocks[name][:, step]
+            duration = self._kernel.beat() / 1e6
+            self._beats += 1
+            self._late += duration > self.profile.period_ms
+            self._max = max(self._max, duration)
+            self._durations.append(duration)
+            return self._collect()
+
+    @property
+    def stats(self) -> Stats:
+        with self._lock:
+            p50, p99 = np.percentile(self._durations, [50, 99]) if self._durations else (0.0, 0.0)
+            return Stats(self._beats, self._late, float(p50), float(p99), self._max)
+
+    # --- end ----------------------------------------------------------------------------------------------------
+    def poison(self) -> None:
+        """Stop the kernel, in mid-beat if need be; later beats raise `KernelError`."""
+        self._kernel.poison()
+
+    def close(self) -> None:
+        """End all sessions and the kernel's threads; idempotent."""
+        with self._lock:
+            self._closed = True
+            self._sessions.clear()
+            self._kernel.close()
+
+    def __enter__(self) -> Cohort:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- helpers ------------------------------------------------------------------------------------------------
+    def _checked(self, inputs: Mapping[Session, Mapping[str, Array]]) -> tuple[list[Session], dict[str, Array]]:
+        """The sessions, and for each port their input as one array [sessions, steps, values]."""
+        for session, ports in inputs.items():
+            self._require(session)
+            if ports.keys() != self._inputs.keys():
+                raise SessionError(
+                    f"{session}: input ports",
+                    wanted=", ".join(self._inputs),
+                    found=", ".join(map(str, ports)) or "none",
+                )
+        blocks = {}
+        for name, views in self._inputs.items():
+            rows = [ports[name] for ports in inputs.values()]
+            block = _stacked(rows, views)
+            if block is None:  # one of them does not fit: find out whose
+                for session, row in zip(inputs, rows, strict=True):
+                    if _stacked([row], views) is None:
+                        raise _misfit(session, name, views, row)
+                raise _misfit("the sessions", name, views, rows)
+            blocks[name] = block
+        return list(inputs), blocks
+
+    def _collect(self) -> dict[Session, dict[str, Array]]:
+        found: dict[Session, dict[str, Array]] = {session: {} for session in self._sessions.values()}
+        for name, views in self._outputs.items():
+            block = views[0].copy() if len(views) == 1 else np.concatenate(views, axis=1)
+            for slot, session in self._sessions.items():
+                found[session][name] = block[slot]
+        return found
+
+    def _require(self, session: Session) -> None:
+        known = self._sessions.get(session.slot) if isinstance(session, Session) else None
+        if known is not session:
+            raise SessionError(
+                f"{session!r} is not in this cohort", wanted="a session that has joined and not left",
+                found="another cohort's, or one that has left",
+            )  # fmt: skip
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise KernelError("this cohort is closed", wanted="an open cohort", found="closed")
+
+
+class _Views(list[Array]):
+    """One port: an array [slots, size] for each step of the beat."""
+
+    size: int  # values of one step
+    dtype: np.dtype[Any]
+
+
+def _stacked(rows: Sequence[Array], views: _Views) -> Array | None:
+    """Inputs as finite numbers [rows, steps, values]; None where one is not that."""
+    try:
+        block = np.array(rows)
+    except ValueError:  # of different lengths
+        return None
+    if block.dtype.kind not in "fiu" or block.size != len(rows) * len(views) * views.size:
+        return None
+    block = block.reshape(len(rows), len(views), views.size).astype(views.dtype, copy=False)
+    return block if block.dtype.kind != "f" or np.isfinite(block).all() else None
+
+
+def _misfit(whose: object, name: str, views: _Views, found: object) -> SessionError:
+    array = np.asarray(found, dtype=object) if isinstance(found, list) else np.asarray(found)
+    bad = array.dtype.kind == "f" and array.size == len(views) * views.size
+    return SessionError(
+        f"{whose}: input {name!r} {'is not finite' if bad else 'does not fit'}",
+        wanted=f"{len(views) * views.size} finite {views.dtype} values",
+        found="NaN or infinity" if bad else f"{array.dtype} of shape {array.shape}",
+        hint="Pad the last frame of a recording with zeros.",
+    )
+
+
+def _port_views(program: Program, memory: Array, direction: Direction) -> dict[str, _Views]:
+    found: dict[str, _Views] = {}
+    for name, indices in program.named_ports(direction).items():
+        views = _Views()
+        for index in indices:
+            value = program.values[index]
+            dtype = DTYPES[value["dtype"]].numpy
+            start, stride, size = int(value["offset"]), int(value["stride"]), int(value["size"])
+            rows = memory[start : start + stride * program.slots].reshape(program.slots, stride)
+            views.append(rows[:, :size].view(dtype))
+        views.size, views.dtype = size // dtype.itemsize, dtype
+        found[name] = views
+    return found

@@ -1,0 +1,64 @@
+"""`load`: from a model's name to a cohort that beats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wpk.ir.errors import TargetError
+from wpk.kernel.cpu import CpuKernel
+from wpk.registry.build import build
+from wpk.registry.cohort import Cohort
+from wpk.registry.formats import TensorSet
+from wpk.registry.loading import fill_arenas
+from wpk.registry.models import find_model
+from wpk.registry.profile import ProfileStore
+from wpk.registry.settings import Settings, settings
+from wpk.registry.weights import WeightsStore, check_inventory
+from wpk.scheduler.target import find_target
+from wpk.zoo.build import expected_tensors
+from wpk.zoo.sources import PathSource
+from wpk.zoo.spec import ModelSpec
+
+
+def load(
+    model: str | ModelSpec,
+    *,
+    capacity: int,
+    context: int | None = None,
+    target: str = "auto",
+    weights: str | Path | None = None,
+    threads: int | None = None,
+    where: Settings | None = None,
+) -> Cohort:
+    """Load a model for `capacity` sessions: build its profile if need be, fetch its weights, start its kernel.
+
+    context: steps of history; None takes the spec's. target: "auto" takes what this machine has. weights: a file or
+    folder instead of the spec's source. threads: CPU threads, the caller's included; None takes all processors.
+    The cohort is a context manager.
+    """
+    where = where or settings()
+    spec = find_model(model, where) if isinstance(model, str) else model
+    built = build(spec, capacity=capacity, context=context, target=target, where=where)
+    chosen = find_target(built.manifest.target)
+    if chosen.kind != "cpu":
+        raise TargetError(
+            f"this machine cannot run target {chosen.name}", wanted="target cpu", found=chosen.name,
+            hint="Load it with target='cpu'.",
+        )  # fmt: skip
+    profile = ProfileStore(where).read(built.manifest.id)
+    tensors = open_weights(spec, weights, where)
+    arenas, image = fill_arenas(profile.program, profile.load, tensors)
+    kernel = CpuKernel(profile.program, arenas, image, threads=threads, cache=where.kernels)
+    return Cohort(spec, profile.manifest, kernel)
+
+
+def open_weights(spec: ModelSpec, weights: str | Path | None, where: Settings) -> TensorSet:
+    """The model's tensors, pulled if they are not here; missing and misshapen ones are told all at once."""
+    source = spec.weights if weights is None else PathSource(path=str(weights))
+    store = WeightsStore(where)
+    if not store.present(source):
+        store.pull(source)
+    expected = {name: type.shape for name, type in expected_tensors(spec).items()}
+    tensors = store.open(source, expected)
+    check_inventory(expected, tensors).require(spec.name, extra=False)
+    return tensors

@@ -1,0 +1,73 @@
+"""The compiler: one step's graph in, a checked program out. Each pass is in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wpk.ir.check import check_graph
+from wpk.ir.errors import CapacityError
+from wpk.ir.graph import Graph, Library
+from wpk.scheduler.check import verify_program
+from wpk.scheduler.cost import Floor, floor
+from wpk.scheduler.emit import emit
+from wpk.scheduler.memory import plan
+from wpk.scheduler.phases import lower
+from wpk.scheduler.place import place, predicted_seconds
+from wpk.scheduler.program import Program
+from wpk.scheduler.rewrite import expand, fuse, unroll
+from wpk.scheduler.target import Target
+from wpk.scheduler.waves import assign_waves
+
+MAX_CAPACITY = 1 << 16
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program, the graph that makes its weights at load, and what the cost model says of it."""
+
+    program: Program
+    load: Graph
+    floor: Floor
+    predicted_ms: float
+
+
+def compile_graph(
+    graph: Graph,
+    library: Library,
+    target: Target,
+    *,
+    capacity: int,
+    steps: int = 1,
+    show: Callable[[str, object], None] = lambda name, result: None,
+) -> Compiled:
+    """Compile one step's graph for `capacity` sessions and `steps` steps a beat.
+
+    show(pass name, result) is called after each pass. The emitted bytes are checked; a program that fails is an
+    error of the compiler and is not returned.
+    """
+    if not 1 <= capacity <= MAX_CAPACITY:
+        raise CapacityError(
+            f"capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}", found=capacity
+        )
+
+    check_graph(graph, library)
+    expanded = expand(graph, library)
+    show("expand", expanded)
+    fused = fuse(expanded, library)
+    show("fuse", fused)
+    beat = unroll(fused, library, steps)
+    show("unroll", beat)
+    lowered = lower(beat)
+    show("lower", lowered)
+    waves = assign_waves(lowered.phases)
+    show("waves", waves)
+    layout = plan(lowered, waves, capacity)
+    show("memory", layout)
+    tasks = place(lowered, waves, capacity, target)
+    show("place", tasks)
+    program = emit(lowered, layout, tasks, capacity, target.blocks, steps)
+    show("emit", program)
+    verify_program(program.to_bytes())
+    least = floor(lowered.phases, lowered.storages, capacity, program.waves, target)
+    return Compiled(program, lowered.load, least, 1e3 * predicted_seconds(lowered, tasks, capacity, target))
