@@ -1,0 +1,1 @@
+"""The built-in specs, one YAML file a model."""

@@ -1,0 +1,142 @@
+"""Who reads what: references between ports and components resolved and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from wpk.zoo.component import Component
+from wpk.zoo.problems import Problem, close_hint
+
+
+class _Output(Protocol):
+    @property
+    def source(self) -> str: ...
+
+
+class _Ports(Protocol):
+    @property
+    def inputs(self) -> Mapping[str, object]: ...
+    @property
+    def outputs(self) -> Mapping[str, _Output]: ...
+
+
+def read_by(components: Sequence[Component], index: int, inputs: Sequence[str]) -> tuple[str, ...]:
+    """The references of a component, defaults filled in: the component before, for the first the only input port."""
+    references = components[index].references
+    if references is not None:
+        return references
+    return (components[index - 1].name if index else inputs[0],)
+
+
+def wiring_problems(ports: _Ports, components: Sequence[Component]) -> list[Problem]:
+    """All that is wrong with names and references: duplicates, unknown ones, wrong number, cycles, order, dead ends."""
+    problems = _duplicates(ports, components)
+    if problems:
+        return problems
+    inputs = tuple(ports.inputs)
+    outputs_of = {c.name: c.outputs() for c in components}
+    place = {c.name: i for i, c in enumerate(components)}
+    reads: dict[str, list[str]] = {}
+    used: set[str] = set()
+    for index, component in enumerate(components):
+        where = ("components", index, "input")
+        if component.references is None and index == 0 and len(inputs) > 1:
+            problems.append(Problem(where, f"{component.name!r} must say which input it reads", ", ".join(inputs)))
+            continue
+        references = read_by(components, index, inputs)
+        least, most = component.ARITY
+        if not least <= len(references) <= most:
+            wanted = f"{least}" if least == most else f"{least} to {most}"
+            problems.append(Problem(where, f"number of inputs of {component.kind!r}", wanted, str(len(references))))
+        reads[component.name] = []
+        for reference in references:
+            problem = _unknown(where, reference, inputs, outputs_of)
+            if problem:
+                problems.append(problem)
+            else:
+                reads[component.name].append(reference.partition(".")[0])
+    for name, port in ports.outputs.items():
+        problem = _unknown(("ports", "outputs", name, "from"), port.source, (), outputs_of)
+        problems += [problem] if problem else []
+        used.add(port.source.partition(".")[0])
+    cycle = _cycle(reads)
+    if cycle:
+        path = " -> ".join(reversed(cycle))
+        where = ("components", place[cycle[0]], "input")
+        return [*problems, Problem(where, f"components read each other in a circle: {path}", "no cycle")]
+    for index, component in enumerate(components):
+        for read in reads.get(component.name, ()):
+            if place.get(read, -1) > index:
+                hint = f"Move {read!r} before {component.name!r}."
+                later = f"{component.name!r} reads {read!r}, which comes after it"
+                problems.append(Problem(("components", index, "input"), later, "a component before it", read, hint))
+    return problems or _dead_ends(components, inputs, reads, used)
+
+
+def _duplicates(ports: _Ports, components: Sequence[Component]) -> list[Problem]:
+    problems, seen = [], {name: "an input port" for name in ports.inputs}
+    for index, component in enumerate(components):
+        if component.name in seen:
+            hint = "Give it a `name` of its own."
+            message = f"the name {component.name!r} is taken"
+            problems.append(
+                Problem(("components", index, "name"), message, "distinct names", seen[component.name], hint)
+            )
+        seen.setdefault(component.name, f"components[{index}]")
+    return problems
+
+
+def _unknown(
+    where: tuple[str | int, ...], reference: str, inputs: Sequence[str], outputs_of: Mapping[str, tuple[str, ...]]
+) -> Problem | None:
+    name, dot, output = reference.partition(".")
+    known = (*inputs, *outputs_of)
+    if name not in known:
+        return Problem(
+            where, f"nothing is called {name!r}", f"one of {', '.join(known)}", None, close_hint(name, known)
+        )
+    if dot and output not in outputs_of.get(name, ()):
+        wanted = ", ".join(f"{name}.{o}" for o in outputs_of.get(name, ())) or name
+        return Problem(where, f"{name!r} has no output {output!r}", wanted, reference)
+    return None
+
+
+def _cycle(reads: Mapping[str, Sequence[str]]) -> list[str] | None:
+    """Names along a cycle of "reads", its first one again at the end."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done or name not in reads:
+            return None
+        for read in reads[name]:
+            found = visit(read, [*path, name])
+            if found:
+                return found
+        done.add(name)
+        return None
+
+    return next((found for name in reads if (found := visit(name, []))), None)
+
+
+def _dead_ends(
+    components: Sequence[Component], inputs: Sequence[str], reads: Mapping[str, Sequence[str]], used: set[str]
+) -> list[Problem]:
+    """Components and input ports that no output depends on."""
+    live = set(used)
+    for component in reversed(components):
+        if component.name in live:
+            live.update(reads[component.name])
+    problems = [
+        Problem(("components", index, "name"), f"no output depends on {component.name!r}", "a reader", "none")
+        for index, component in enumerate(components)
+        if component.name not in live
+    ]
+    problems += [
+        Problem(("ports", "inputs", name), f"no output depends on the input {name!r}", "a reader", "none")
+        for name in inputs
+        if name not in live
+    ]
+    return problems
