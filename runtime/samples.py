@@ -15,7 +15,7 @@ from pathlib import Path
 from wpk.ir.errors import DownloadError, OfflineError
 from wpk.registry.settings import Settings
 from wpk.registry.storage import publish_folder, sha256_file
-from wpk.registry.weights import pip_download
+from wpk.registry.weights.pypi import pip_download
 
 _PACKAGE, _VERSION = "pocketsphinx", "5.1.1"
 _FOLDER = f"{_PACKAGE}-{_VERSION}/test/data/librivox"

@@ -1,0 +1,54 @@
+"""Where measurements are kept: one JSON file an attempt, failures included, nothing ever overwritten."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from wpk.ir.errors import StoreError
+from wpk.registry.storage import store_errors
+
+FOLDER = Path("bench", "results")
+
+
+def keep(record: dict[str, Any], name: str, out: Path | None = None) -> Path:
+    """Write a record as NAME-TIME.json in a folder, `bench/results` of the present folder by default; its path.
+
+    out: another folder, or a file that ends in .json and must not exist yet.
+    """
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    if out is not None and out.suffix == ".json":
+        return _create(out, text, again=False)
+    moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    folder = FOLDER if out is None else out
+    for attempt in count(1):
+        path = folder / f"{name}-{moment}{'' if attempt == 1 else f'-{attempt}'}.json"
+        try:
+            return _create(path, text, again=True)
+        except FileExistsError:
+            continue
+    raise AssertionError
+
+
+def _create(path: Path, text: str, *, again: bool) -> Path:
+    with store_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(path, "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        if again:
+            raise
+        raise StoreError(
+            f"{path} exists, and results are never overwritten",
+            wanted="a new file",
+            found="an old one",
+            hint="choose another --out",
+        ) from None
+    except OSError as error:
+        with store_errors(path.parent):
+            raise error
+    return path

@@ -1,0 +1,258 @@
+"""`wpk doctor`: what this machine has, what is missing, and how to mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from wpk.cli.output import JsonFlag, Output, QuietFlag, Table, size
+
+LEAST_PYTHON = (3, 11)
+LEAST_FREE = 1 << 30  # bytes; weights of the small models, profiles and kernels stay far below
+NVIDIA_SMI_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check. needed: without it, WPK does not work here. mend: what to do where it is not ok."""
+
+    name: str
+    ok: bool
+    detail: str
+    mend: str | None = None
+    needed: bool = True
+
+
+@dataclass(frozen=True)
+class Package:
+    """distribution on PyPI, the module that it brings, what it is for, and the extra that installs it (None: core)."""
+
+    distribution: str
+    module: str
+    purpose: str
+    extra: str | None = None
+
+
+PACKAGES = (
+    Package("numpy", "numpy", "arrays"),
+    Package("numba", "numba", "the CPU kernel"),
+    Package("pydantic", "pydantic", "specs and manifests"),
+    Package("PyYAML", "yaml", "specs"),
+    Package("typer", "typer", "this command"),
+    Package("rich", "rich", "tables and progress"),
+    Package("filelock", "filelock", "the stores"),
+    Package("platformdirs", "platformdirs", "the stores"),
+    Package("packaging", "packaging", "operator versions"),
+    Package("soundfile", "soundfile", "recordings"),
+    Package("soxr", "soxr", "recordings at other rates"),
+    Package("onnx", "onnx", "weights in ONNX files", "zoo"),
+    Package("huggingface_hub", "huggingface_hub", "weights of model repositories", "zoo"),
+    Package("onnxruntime", "onnxruntime", "baselines of `wpk bench`", "bench"),
+    Package("numba-cuda", "numba_cuda", "the GPU kernel", "cu13"),
+)
+
+
+def doctor(json: JsonFlag = False, quiet: QuietFlag = False) -> None:
+    """Python, packages, CPU, GPU, driver, folders and network, each with a mend. -q names what is not ok."""
+    out = Output(json, quiet)
+    findings: list[Finding] = []
+    with out.progress() as report:
+        for probe in PROBES:
+            report((probe.__doc__ or "").rstrip("."), len(findings), 0)
+            findings += _survived(probe)
+    ok = all(finding.ok or not finding.needed for finding in findings)
+    mends = [f"{finding.name}: {finding.mend}" for finding in findings if not finding.ok and finding.mend]
+    verdict = "everything that is needed works here" if ok else "something that is needed does not work"
+    out.result(
+        {"ok": ok, "checks": [asdict(finding) for finding in findings]},
+        names=[finding.name for finding in findings if not finding.ok],
+        blocks=[
+            Table(("check", "state", "found"), [(f.name, _state(f), f.detail) for f in findings]),
+            *(["to mend:\n" + "\n".join(f"  {mend}" for mend in mends)] if mends else []),
+            verdict,
+        ],
+    )
+    out.verdict(ok)
+
+
+def _state(finding: Finding) -> str:
+    return "ok" if finding.ok else "FAILED" if finding.needed else "absent"
+
+
+def _survived(probe: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """A doctor does not die of what it finds."""
+    try:
+        return list(probe())
+    except Exception as error:
+        name = (probe.__doc__ or probe.__name__).rstrip(".")
+        return [Finding(name, False, f"{type(error).__name__}: {error}", "reinstall wpk, and report this")]
+
+
+# --- software -------------------------------------------------------------------------------------------------------
+def python() -> Iterator[Finding]:
+    """Python."""
+    wanted = ".".join(map(str, LEAST_PYTHON))
+    found = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform(terse=True)}"
+    yield Finding("python", sys.version_info >= LEAST_PYTHON, found, f"install Python {wanted} or newer")
+
+
+def packages() -> Iterator[Finding]:
+    """Packages."""
+    wanted = requirements()
+    for package in PACKAGES:
+        needed = package.extra is None
+        install = "pip install wpk" if needed else f"pip install 'wpk[{package.extra}]'"
+        if importlib.util.find_spec(package.module) is None:
+            yield Finding(package.distribution, False, f"not installed; for {package.purpose}", install, needed)
+            continue
+        try:
+            version = importlib.metadata.version(package.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(package.distribution, True, "a version that does not say", None, needed)
+            continue
+        versions = wanted.get(package.distribution.lower(), "")
+        fits = SpecifierSet(versions).contains(version, prereleases=True)
+        mend = None if fits else f"pip install '{package.distribution}{versions}'"
+        yield Finding(package.distribution, fits, version if fits else f"{version}, wanted {versions}", mend, needed)
+
+
+def requirements() -> dict[str, str]:
+    """Package -> the versions that this installation asks for; nothing where it runs from a folder."""
+    try:
+        lines = importlib.metadata.requires("wpk") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {found.name.lower(): str(found.specifier) for found in map(Requirement, lines)}
+
+
+def numba_compiles() -> Iterator[Finding]:
+    """Numba compiles."""
+    mend = "pip install --force-reinstall 'numba>=0.65' 'numpy<2.5'"
+    try:
+        import numba
+
+        function = numba.njit("int64(int64)")(lambda x: x + 1)
+        found = function(41)
+    except Exception as error:  # whatever a broken installation raises
+        yield Finding("numba compiles", False, f"{type(error).__name__}: {error}".splitlines()[0], mend)
+        return
+    yield Finding("numba compiles", found == 42, f"41 + 1 = {found}", mend)
+
+
+# --- hardware -------------------------------------------------------------------------------------------------------
+def cpu() -> Iterator[Finding]:
+    """CPU."""
+    from wpk.bench.machine import cpu_features, cpu_model
+    from wpk.kernel.cpu import available_cpus
+
+    yield Finding("cpu", True, f"{cpu_model()}, {available_cpus()} of {os.cpu_count()} processors usable")
+    features = cpu_features()
+    fast = [name for name in ("avx512f", "avx2", "fma", "neon") if name in features]
+    yield Finding(
+        "cpu features",
+        bool(fast),
+        ", ".join(fast) or "no wide vectors",
+        "models run, but slowly; a CPU with AVX2 and FMA, or an ARM one, is several times faster",
+        needed=False,
+    )
+
+
+def gpu() -> Iterator[Finding]:
+    """GPU."""
+    listed = nvidia_smi("--query-gpu=name,driver_version,memory.total,mig.mode.current", "--format=csv,noheader")
+    if isinstance(listed, str):
+        mend = (
+            "none is needed: models run on the CPU. For a GPU, use a machine with an NVIDIA H100 or H200 and its "
+            "driver, and pip install 'wpk[cu13]'"
+        )
+        yield Finding("gpu", False, listed, mend, needed=False)
+        return
+    for index, (name, driver, memory, mig) in enumerate(row[:4] for row in listed if len(row) >= 4):
+        partition = ", in MIG mode" if mig == "Enabled" else ""
+        yield Finding(f"gpu {index}", True, f"{name}, {memory}, driver {driver}{partition}", needed=False)
+    yield exclusive(nvidia_smi("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"))
+
+
+def exclusive(apps: list[list[str]] | str) -> Finding:
+    """Whether the GPU is ours alone: a resident kernel needs all its blocks at once."""
+    if isinstance(apps, str):
+        return Finding("gpu is free", False, apps, "run `nvidia-smi` and look for other processes", needed=False)
+    others = [row for row in apps if row and row[0] != str(os.getpid())]
+    text = "; ".join(" ".join(row) for row in others) or "no other process"
+    mend = "a resident kernel wants the GPU for itself: stop these processes, or choose another GPU"
+    return Finding("gpu is free", not others, text, mend, needed=False)
+
+
+def nvidia_smi(*options: str) -> list[list[str]] | str:
+    """Rows of cells that the driver's tool prints, or why there are none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "no NVIDIA driver: nvidia-smi is not there"
+    try:
+        done = subprocess.run([program, *options], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi does not answer: {error}"
+    if done.returncode:
+        said = (done.stderr + done.stdout).strip().splitlines()
+        return f"nvidia-smi failed: {said[0] if said else f'exit code {done.returncode}'}"
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+# --- folders and network --------------------------------------------------------------------------------------------
+def folders() -> Iterator[Finding]:
+    """Folders."""
+    from wpk.registry.settings import settings
+
+    where = settings()
+    for name, folder in (("data folder", where.home), ("cache folder", where.cache)):
+        problem = writable(folder)
+        free = shutil.disk_usage(_existing(folder)).free
+        detail = f"{folder}, {size(free)} free" if problem is None else f"{folder}: {problem}"
+        mend = "set $WPK_HOME to a folder that you can write, on a disk with room"
+        yield Finding(name, problem is None and free >= LEAST_FREE, detail, mend)
+
+
+def offline() -> Iterator[Finding]:
+    """Network."""
+    from wpk.registry.settings import settings
+
+    off = settings().offline
+    detail = "fetching is switched off" if off else "fetching is allowed"
+    mend = "unset WPK_OFFLINE and HF_HUB_OFFLINE to fetch weights"
+    yield Finding("fetching", not off, detail, mend, needed=False)
+
+
+def writable(folder: Path) -> str | None:
+    """Why a folder cannot be made and written; None where it can. Leaves nothing behind."""
+    place = _existing(folder)
+    if not place.is_dir():
+        return f"{place} is no folder"
+    try:
+        with tempfile.TemporaryFile(dir=place) as stream:
+            stream.write(b"\0" * 4096)
+            stream.flush()
+    except OSError as error:
+        return f"cannot be written: {error.strerror or error}"
+    return None
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the closest one above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+PROBES: tuple[Callable[[], Iterator[Finding]], ...] = (python, packages, numba_compiles, cpu, gpu, folders, offline)

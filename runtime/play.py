@@ -1,0 +1,197 @@
+"""Recordings played through live sessions of a cohort: one session each, at its own length.
+
+Every recording joins before the first beat and leaves after the beat that took its last sample; what is missing of
+that beat is silence. So a beat serves the recordings that are still running, and outputs belong to whole steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wpk.ir.errors import CapacityError, SpecError, UsageError
+
+if TYPE_CHECKING:
+    from wpk.registry.cohort import Cohort, Session
+    from wpk.zoo.spec import ModelSpec
+
+Array = NDArray[Any]
+Samples = NDArray[np.float32]
+NANOSECONDS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Recording:
+    """samples: float32 [n], mono, at the sample rate of the model's audio input."""
+
+    name: str
+    samples: Samples
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a session gave for its recording: for each output port [steps, values per step]."""
+
+    recording: Recording
+    outputs: dict[str, Array]
+
+    @property
+    def steps(self) -> int:
+        """Steps that took at least one sample of the recording."""
+        return len(next(iter(self.outputs.values())))
+
+
+@dataclass(frozen=True)
+class Playback:
+    """played: in the order of the recordings. durations_ms: [beats], from the call of a beat to its outputs.
+
+    late: beats that were not served within a period of their schedule. Without pacing, a beat is scheduled when it
+    is called.
+    """
+
+    played: tuple[Played, ...]
+    durations_ms: NDArray[np.float64]
+    late: int
+
+    @property
+    def beats(self) -> int:
+        return len(self.durations_ms)
+
+    @property
+    def beat_ms(self) -> dict[str, float]:
+        """p50, p99 and max of the beats' durations in ms."""
+        return percentiles(self.durations_ms)
+
+
+class Schedule:
+    """Absolute deadlines from one origin: beat k is due at origin + k periods, however late earlier ones were.
+
+    A period is `samples` at `sample_rate`, kept as a fraction, so that rounding never adds up. clock: monotonic
+    time in ns.
+    """
+
+    def __init__(
+        self, samples: int, sample_rate: int, *, paced: bool,
+        clock: Callable[[], int] = time.monotonic_ns, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
+        self._samples, self._rate, self._paced = samples, sample_rate, paced
+        self._clock, self._sleep = clock, sleep
+        self._origin = clock()
+        self._beat = -1
+        self._start = self._due = self._origin
+        self.late = 0
+
+    def start(self) -> None:
+        """Wait until the next beat is due; at once where nothing is paced or it is overdue."""
+        self._beat += 1
+        if self._paced:
+            self._due = self._at(self._beat)
+            while (left := self._due - self._clock()) > 0:
+                self._sleep(left / NANOSECONDS)
+        self._start = self._clock()
+        if not self._paced:
+            self._due = self._start
+
+    def finish(self) -> float:
+        """The beat is served: its duration in ms, and late beats counted."""
+        now = self._clock()
+        self.late += now > self._due + self._at(1) - self._origin
+        return (now - self._start) / 1e6
+
+    def _at(self, beat: int) -> int:
+        return self._origin + beat * self._samples * NANOSECONDS // self._rate
+
+
+def play(
+    cohort: Cohort,
+    recordings: Sequence[Recording],
+    *,
+    realtime: bool = False,
+    progress: Callable[[int, int], None] = lambda beat, beats: None,
+) -> Playback:
+    """Play all recordings at once; realtime paces the beats by the model's clock, else they follow one another.
+
+    progress(beats done, beats in all). Raises CapacityError where there are more recordings than free slots.
+    """
+    if not recordings:
+        raise UsageError("there is nothing to play", wanted="at least one recording", found="none")
+    check_capacity(cohort.free, len(recordings))
+    clock, port = cohort.spec.clock, audio_input(cohort.spec)
+    length = clock.samples_per_step * clock.steps_per_beat
+    beats = [_pieces(r.samples, length) for r in recordings]
+    collected: list[list[dict[str, Array]]] = [[] for _ in recordings]
+    live: dict[int, Session] = {}
+    durations = np.zeros(max(beats))
+    try:
+        for index in range(len(recordings)):
+            live[index] = cohort.join()
+        schedule = Schedule(length, clock.sample_rate, paced=realtime)
+        for beat in range(len(durations)):
+            inputs = {s: {port: _frame(recordings[i].samples, beat, length)} for i, s in live.items()}
+            schedule.start()
+            outputs = cohort.beat(inputs)
+            durations[beat] = schedule.finish()
+            for index, session in live.items():
+                collected[index].append(outputs[session])
+            for index in [i for i in live if beats[i] == beat + 1]:
+                cohort.leave(live.pop(index))
+            progress(beat + 1, len(durations))
+    finally:
+        for session in live.values():
+            cohort.leave(session)
+    steps = [_pieces(r.samples, clock.samples_per_step) for r in recordings]
+    played = tuple(
+        Played(recording, _by_step(found, clock.steps_per_beat, count))
+        for recording, found, count in zip(recordings, collected, steps, strict=True)
+    )
+    return Playback(played, durations, schedule.late)
+
+
+def check_capacity(capacity: int, recordings: int) -> None:
+    """`CapacityError` where the recordings need more sessions than there are."""
+    if recordings > capacity >= 1:
+        raise CapacityError(
+            f"{recordings} recordings need {recordings} sessions at once", capacity=capacity,
+            wanted=f"at most {capacity} recordings, the capacity", found=recordings,
+            hint=f"give --cap {recordings} or more, or fewer recordings",
+        )  # fmt: skip
+
+
+def audio_input(spec: ModelSpec) -> str:
+    """The name of the model's one input port, which must take audio."""
+    kinds = {name: port.kind for name, port in spec.ports.inputs.items()}
+    if list(kinds.values()) != ["audio"]:
+        raise SpecError(
+            f"{spec.name} cannot be fed from recordings alone", wanted="one input port, of kind audio",
+            found=", ".join(f"{name}: {kind}" for name, kind in kinds.items()) or "no input ports",
+        )  # fmt: skip
+    return next(iter(kinds))
+
+
+def percentiles(durations_ms: NDArray[np.float64]) -> dict[str, float]:
+    """p50, p99 and max of durations in ms; at least one is needed."""
+    p50, p99 = np.percentile(durations_ms, [50, 99])
+    return {"p50": float(p50), "p99": float(p99), "max": float(durations_ms.max())}
+
+
+def _pieces(samples: Samples, length: int) -> int:
+    """How many pieces of `length` samples a recording fills or begins; at least one."""
+    return max(1, -(-len(samples) // length))
+
+
+def _frame(samples: Samples, beat: int, length: int) -> Samples:
+    """Samples [length] of one beat, the last one padded with silence."""
+    frame = samples[beat * length : (beat + 1) * length]
+    return frame if len(frame) == length else np.pad(frame, (0, length - len(frame)))
+
+
+def _by_step(beats: Sequence[dict[str, Array]], steps_per_beat: int, steps: int) -> dict[str, Array]:
+    """[steps, values] of each port; the steps of the last beat that took nothing but padding are dropped."""
+    return {
+        name: np.concatenate([found[name].reshape(steps_per_beat, -1) for found in beats])[:steps] for name in beats[0]
+    }

@@ -1,0 +1,59 @@
+"""`wpk bench beat` from the command line: the record on stdout, the file that keeps it, and wrong use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.harness import Wpk, files
+from wpk.bench import beat
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beat, "REST_S", 0.0)
+
+
+def test_the_record_is_the_result_and_is_kept(wpk: Wpk, tiny: str, tmp_path: Path) -> None:
+    found = wpk("bench", "beat", tiny, "--cap", 2, "--seconds", "0.05", "--json").json
+    path = Path(found.pop("results"))
+    assert path.parent == Path("bench", "results")
+    assert json.loads((tmp_path / path).read_text()) == found
+    assert found["capacity"] == 2
+    assert set(found["beat_ms"]) == {"p50", "p99", "max"}
+
+
+def test_out_is_a_folder_or_a_new_file(wpk: Wpk, tiny: str, tmp_path: Path) -> None:
+    words = ("bench", "beat", tiny, "--cap", 2, "--seconds", "0.05", "--out")
+    assert wpk(*words, "there/r.json", "-q").out == "there/r.json\n"
+    said = wpk(*words, "there/r.json", "--json")
+    assert said.code == 1
+    assert said.error["type"] == "StoreError"
+    assert "kept in other" in wpk(*words, "other").out
+    assert files(tmp_path / "there") == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    ("option", "code"),
+    [
+        (("--cap", 0), 2),
+        (("--cap", 2, "--seconds", 0), 2),
+        (("--cap", 2, "--threads", 0), 2),
+        (("--cap", 2, "--baseline", "abacus"), 2),
+        (("--cap", 2, "--target", "abacus"), 1),
+    ],
+)
+def test_wrong_use(wpk: Wpk, tiny: str, option: tuple[object, ...], code: int) -> None:
+    said = wpk("bench", "beat", tiny, *option, "--json")
+    assert said.code == code
+    assert said.error["message"]
+
+
+def test_a_baseline_can_be_left_out_or_be_unknown(wpk: Wpk, tiny: str) -> None:
+    said = wpk("bench", "beat", tiny, "--cap", 2, "--seconds", "0.05", "--baseline", "none", "--json")
+    assert "baseline" not in said.json
+    said = wpk("bench", "beat", tiny, "--cap", 2, "--baseline", "onnxruntime", "--json")
+    assert said.code == 2
+    assert "no baseline" in said.error["message"]

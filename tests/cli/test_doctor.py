@@ -1,0 +1,97 @@
+"""`wpk doctor`: each finding with a mend; exit code 1 where something needed does not work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.harness import Wpk
+from wpk.cli import doctor
+
+
+def check(wpk: Wpk, name: str) -> Any:
+    return next(c for c in wpk("doctor", "--json").json["checks"] if c["name"] == name)
+
+
+def test_a_machine_that_runs_these_tests_is_well(wpk: Wpk) -> None:
+    said = wpk("doctor", "--json")
+    assert said.code == 0
+    assert said.json["ok"] is True
+    names = [c["name"] for c in said.json["checks"]]
+    for name in ("python", "numpy", "numba compiles", "cpu", "cpu features", "data folder", "cache folder", "fetching"):
+        assert name in names
+    for found in said.json["checks"]:
+        assert found["ok"] or found["mend"]
+    assert "python" in wpk("doctor").out
+
+
+def test_no_gpu_is_no_failure_but_says_how_to_get_one(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    found = check(wpk, "gpu")
+    assert (found["ok"], found["needed"]) == (False, False)
+    assert "H200" in found["mend"]
+
+
+def test_a_missing_package_that_is_needed_fails(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = doctor.Package("no-such-package", "no_such_module", "testing")
+    monkeypatch.setattr(doctor, "PACKAGES", (absent,))
+    said = wpk("doctor", "--json")
+    assert said.code == 1
+    assert said.json["ok"] is False
+    assert check(wpk, "no-such-package")["mend"] == "pip install wpk"
+    assert "no-such-package" in wpk("doctor", "-q").out.split()
+
+
+def test_a_version_outside_the_wanted_ones_fails(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "requirements", lambda: {"numpy": "<1"})
+    found = check(wpk, "numpy")
+    assert found["ok"] is False
+    assert found["mend"] == "pip install 'numpy<1'"
+
+
+def test_a_folder_that_cannot_be_written_fails(wpk: Wpk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WPK_HOME", str(tmp_path / "file"))
+    said = wpk("doctor", "--json")
+    assert said.code == 1
+    assert "WPK_HOME" in check(wpk, "data folder")["mend"]
+
+
+def test_the_doctor_leaves_nothing_behind(wpk: Wpk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WPK_HOME", str(tmp_path / "fresh" / "home"))
+    assert wpk("doctor").code == 0
+    assert not (tmp_path / "fresh").exists()
+
+
+def test_offline_is_said(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WPK_OFFLINE", "1")
+    assert check(wpk, "fetching")["ok"] is False
+    assert wpk("doctor").code == 0
+
+
+def test_a_gpu_is_described_with_who_else_uses_it(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def smi(*options: str) -> list[list[str]]:
+        if options[0].startswith("--query-gpu"):
+            return [["NVIDIA H200", "580.1", "143771 MiB", "Disabled"]]
+        return [["4242", "python", "1000 MiB"]]
+
+    monkeypatch.setattr(doctor, "nvidia_smi", smi)
+    said = wpk("doctor", "--json")
+    assert said.code == 0
+    by_name = {c["name"]: c for c in said.json["checks"]}
+    assert by_name["gpu 0"]["detail"] == "NVIDIA H200, 143771 MiB, driver 580.1"
+    assert by_name["gpu is free"]["ok"] is False
+    assert "4242" in by_name["gpu is free"]["detail"]
+
+
+def test_a_check_that_breaks_is_a_finding(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        """Broken."""
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(doctor, "PROBES", (broken,))
+    said = wpk("doctor", "--json")
+    assert said.code == 1
+    assert said.json["checks"][0]["name"] == "Broken"
