@@ -1,6 +1,7 @@
 """The operator library: a file per family. Importing this package declares every operator of `LIBRARY`."""
 
 from wpk.ops import (
+    blockwise,
     constants,
     elementwise,
     filterbank,
@@ -12,11 +13,12 @@ from wpk.ops import (
     shape,
     spectral,
     streaming,
+    words,
 )
 from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, operator
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
-    "constants", "elementwise", "filterbank", "index", "linear", "norm", "recurrent", "reduce", "shape", "spectral",
-    "streaming",
+    "blockwise", "constants", "elementwise", "filterbank", "index", "linear", "norm", "recurrent", "reduce", "shape",
+    "spectral", "streaming", "words",
 ]  # fmt: skip

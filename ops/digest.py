@@ -92,7 +92,7 @@ def _source(thing: Any) -> str:
 
 @functools.cache
 def _segments(file: str) -> dict[str, str]:
-    """Qualified name -> source text of every class and function in a file; one parse a file (`inspect` does one a call)."""
+    """Qualified name -> source of every class and function of a file, in one parse (`inspect` makes one a call)."""
     text = Path(file).read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     found: dict[str, str] = {}

@@ -13,10 +13,10 @@ import numpy as np
 from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import Type, f32
-from wpk.ops.elementwise import ACTIVATION_MEANING
 from wpk.ops.memory import view_i64
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import address, parameter, present
+from wpk.ops.scalars import ACTIVATION_MEANING
 from wpk.ops.simd import ACTIVATIONS, PANEL, matmul_rows, pack_panels
 
 BIAS, SECOND, RESIDUAL = 1, 2, 4  # bits of `matmul`'s roles
@@ -183,8 +183,7 @@ class Matmul(Operator):
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
         frames, n = parameters[0], parameters[6]
-        first, last = lo * PANEL, min(hi * PANEL, n)
-        return Extent(4 * first, 4 * (last - first), frames, 4 * n)
+        return Extent.columns(n, PANEL, lo, hi, rows=frames)
 
 
 @body(Matmul)

@@ -32,7 +32,6 @@ from numba import types
 from numba.extending import intrinsic, register_jitable
 
 F = np.float32
-I = np.int32
 INT = np.int32
 
 _pinned: Callable[[Callable[..., Any]], Callable[..., Any]] = register_jitable(
@@ -211,6 +210,13 @@ def relu(x):
     """max(x, 0); NaN stays NaN."""
     x = F(x)
     return select(x < F(0.0), F(0.0), x)
+
+
+@_pinned
+def relu2(x):
+    """relu(x) squared."""
+    y = relu(x)
+    return y * y
 
 
 # pi/2 in four parts; the first three have 11 bits or fewer, so that n * part is exact for |n| < 2**13.

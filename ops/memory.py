@@ -3,6 +3,10 @@
 Arenas are plain memory and operands are addresses, so that one payload means the same on every target. A body
 turns an address into a one-dimensional array once and indexes that, which keeps LLVM's pointer analysis (and with
 it vectorisation) intact; address arithmetic per element would not.
+
+Such an array owns nothing and keeps nothing alive. LLVM knows nothing about where it points, so two of them may
+overlap and reads after writes through the other one are right; a loop that reads one and writes another is vectorised
+behind a run-time overlap test, and runs scalar when they do overlap.
 """
 
 from __future__ import annotations

@@ -87,6 +87,12 @@ class Extent:
     rows: int = 1
     pitch: int = 0
 
+    @classmethod
+    def columns(cls, n: int, block: int, lo: int, hi: int, *, rows: int = 1, width: int = 4) -> Extent:
+        """What parts [lo, hi) of `block` columns each are of [rows, n]; width: bytes of an element."""
+        first, last = lo * block, min(hi * block, n)
+        return cls(width * first, width * (last - first), rows, width * n)
+
     @property
     def end(self) -> int:
         return self.offset + (self.rows - 1) * self.pitch + self.length

@@ -11,11 +11,11 @@ from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import Type, f32
 from wpk.ops import math32
-from wpk.ops.elementwise import ACTIVATION_MEANING
 from wpk.ops.linear import BIAS, SECOND
 from wpk.ops.memory import view_f32
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import operand_f32, parameter
+from wpk.ops.scalars import ACTIVATION_MEANING
 
 LSTM_GATES = "ifgo"  # the order of the cells; letters as PyTorch's, also c for g (ONNX) and h for n (ONNX)
 GRU_GATES = "rzn"
@@ -100,7 +100,7 @@ class LstmCell(Operator):
 
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
-        return _cells(parameters[0], lo, hi)
+        return Extent.columns(parameters[0], CELL_BLOCK, lo, hi)
 
 
 @body(LstmCell)
@@ -218,7 +218,7 @@ class GruCell(Operator):
 
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
-        return _cells(parameters[0], lo, hi)
+        return Extent.columns(parameters[0], CELL_BLOCK, lo, hi)
 
 
 @body(GruCell)
@@ -283,11 +283,6 @@ def _gates(
         n=n, k=k, frames=1, step=k, pad=0, activation=activation, roles=roles,
     )  # fmt: skip
     return g.op("reshape", y, shape=(n,))
-
-
-def _cells(n: int, lo: int, hi: int) -> Extent:
-    first, last = lo * CELL_BLOCK, min(hi * CELL_BLOCK, n)
-    return Extent(4 * first, 4 * (last - first))
 
 
 def _recurrent_cost(types: Sequence[Type], first_weight: int, states: int) -> Cost:

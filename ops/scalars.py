@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from wpk.ops import math32
-from wpk.ops.math32 import F, I
+from wpk.ops.math32 import INT, F
 from wpk.ops.operator import Array
 
 Scalar = Callable[..., Any]
@@ -28,7 +28,7 @@ def neg(x):
 
 @scalar
 def absolute(x):
-    return math32.from_bits(I(math32.bits_of(x) & I(0x7FFFFFFF)))
+    return math32.from_bits(INT(math32.bits_of(x) & INT(0x7FFFFFFF)))
 
 
 @scalar
@@ -44,12 +44,6 @@ def sqrt(x):
 @scalar
 def reciprocal(x):
     return F(1.0) / x
-
-
-@scalar
-def relu2(x):
-    y = math32.relu(x)
-    return y * y
 
 
 @scalar
@@ -106,68 +100,68 @@ def maximum(a, b):
 
 @scalar
 def less(a, b):
-    return I(a < b)
+    return INT(a < b)
 
 
 @scalar
 def less_equal(a, b):
-    return I(a <= b)
+    return INT(a <= b)
 
 
 @scalar
 def greater(a, b):
-    return I(a > b)
+    return INT(a > b)
 
 
 @scalar
 def greater_equal(a, b):
-    return I(a >= b)
+    return INT(a >= b)
 
 
 @scalar
 def equal(a, b):
-    return I(a == b)
+    return INT(a == b)
 
 
 @scalar
 def logical_and(a, b):
-    return I((a != I(0)) & (b != I(0)))
+    return INT((a != INT(0)) & (b != INT(0)))
 
 
 @scalar
 def logical_or(a, b):
-    return I((a != I(0)) | (b != I(0)))
+    return INT((a != INT(0)) | (b != INT(0)))
 
 
 @scalar
 def logical_not(x, unused):
-    return I(x == I(0))
+    return INT(x == INT(0))
 
 
 @scalar
 def increment(x, by):
-    return I(x + by)
+    return INT(x + by)
 
 
 @scalar
 def bf16_bits(x):
     """The upper 16 bits, rounded to nearest even; NaN stays a (quiet) NaN."""
     bits = math32.bits_of(x)
-    rounded = I((np.int64(bits) + 0x7FFF + ((np.int64(bits) >> 16) & 1)) >> 16)
-    return np.uint16(math32.select(x != x, I((bits >> I(16)) | I(0x40)), rounded) & 0xFFFF)
+    rounded = INT((np.int64(bits) + 0x7FFF + ((np.int64(bits) >> 16) & 1)) >> 16)
+    return np.uint16(math32.select(x != x, INT((bits >> INT(16)) | INT(0x40)), rounded) & 0xFFFF)
 
 
 @scalar
 def bf16_value(bits):
-    return math32.from_bits(I(I(bits) << I(16)))
+    return math32.from_bits(INT(INT(bits) << INT(16)))
 
 
 @scalar
 def to_int(x):
     """Toward zero, saturating; NaN is 0."""
     safe = math32.select((x > F(-2147483648.0)) & (x < F(2147483648.0)), x, F(0.0))
-    y = math32.select(x >= F(2147483648.0), I(2147483647), I(safe))
-    return math32.select(x <= F(-2147483648.0), I(-2147483648), y)
+    y = math32.select(x >= F(2147483648.0), INT(2147483647), INT(safe))
+    return math32.select(x <= F(-2147483648.0), INT(-2147483648), y)
 
 
 @scalar

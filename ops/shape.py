@@ -10,11 +10,12 @@ import numpy as np
 
 from wpk.ir.errors import GraphError
 from wpk.ir.types import ANY, DType, Type, f32
-from wpk.ops.elementwise import Unary, unary_word_body
-from wpk.ops.math32 import I
+from wpk.ops.elementwise import Unary
+from wpk.ops.math32 import INT
 from wpk.ops.operator import LIBRARY, Array, Body, Cost, Dims, Operator, attr, body, operand, operator
 from wpk.ops.payload import operand_f32, operand_i32, parameter
 from wpk.ops.scalars import maximum, scalar
+from wpk.ops.words import unary_word_body
 
 WORDS = ANY - {DType.BF16}
 CONCAT_LIMIT = 6
@@ -284,7 +285,7 @@ def pad_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
                 source = min(max(source, 0), t - 1)
             inside = 0 <= source < t
             for i in range(inner):
-                y[row * inner + i] = x[source * inner + i] if inside else I(0)
+                y[row * inner + i] = x[source * inner + i] if inside else INT(0)
 
 
 @operator("copy", version=1)

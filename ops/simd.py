@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
-from . import math32
+from wpk.ops import math32
+from wpk.ops.memory import view_f32
 
 PANEL = 16  # columns of a weight panel
 ALIGNMENT = 64  # bytes; a panel's row of 16 floats is one cache line when the weights start on one
@@ -259,41 +260,6 @@ def _run_tile(
     return types.void(*[types.int64] * 11), lower
 
 
-# --- Addresses as arrays --------------------------------------------------------------------------------------------
-
-
-def _pointer_of(kind: types.Type) -> Any:
-    @intrinsic
-    def pointer(typingctx: Any, address: Any) -> Any:
-        def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), lower
-
-    return pointer
-
-
-_f32_pointer = _pointer_of(types.float32)
-_i32_pointer = _pointer_of(types.int32)
-
-
-@register_jitable
-def view_f32(address, n):
-    """The n float32 at a byte address (int64) as a 1-D array, in nopython code.
-
-    The array owns nothing and keeps nothing alive. Aliasing: LLVM knows nothing about where it points, so two views
-    may overlap and reads after writes through another view are right; a loop that reads one view and writes another
-    is vectorised behind a run-time overlap test, and runs scalar when they do overlap.
-    """
-    return carray(_f32_pointer(np.int64(address)), (n,))
-
-
-@register_jitable
-def view_i32(address, n):
-    """The n int32 at a byte address (int64) as a 1-D array; aliasing as for view_f32."""
-    return carray(_i32_pointer(np.int64(address)), (n,))
-
-
 @intrinsic
 def _scratch(typingctx: Any) -> Any:
     """Address of this call frame's tile scratch: _SCRATCH results, then one group of bias."""
@@ -310,18 +276,11 @@ def _scratch(typingctx: Any) -> Any:
 # --- Activations ----------------------------------------------------------------------------------------------------
 
 
-@register_jitable
-def _relu2(x):
-    """relu(x) squared."""
-    positive = math32.relu(x)
-    return positive * positive
-
-
 # Name, function. The position is the code that matmul_rows takes; "none" is 0.
 _ACTIVATION_FUNCTIONS = (
     ("none", None),
     ("relu", math32.relu),
-    ("relu2", _relu2),
+    ("relu2", math32.relu2),
     ("silu", math32.silu),
     ("gelu", math32.gelu),
     ("gelu_tanh", math32.gelu_tanh),

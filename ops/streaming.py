@@ -15,10 +15,10 @@ from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import DType, Type, f32
 from wpk.ops import math32
-from wpk.ops.elementwise import ACTIVATION_MEANING
 from wpk.ops.memory import view_f32, view_i32
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import address, operand_f32, operand_i32, parameter, parameter_f32
+from wpk.ops.scalars import ACTIVATION_MEANING
 from wpk.ops.simd import ACTIVATIONS, activate_in_place
 from wpk.ops.vector import CHUNK, dot, move
 
@@ -165,7 +165,7 @@ class DepthwiseWindow(Operator):
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
         _, c, _, frames = parameters[:4]
-        return _columns(frames, c, lo, hi)
+        return Extent.columns(c, BLOCK, lo, hi, rows=frames)
 
 
 @body(DepthwiseWindow)
@@ -233,7 +233,7 @@ class RingShift(Operator):
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
         n, _, row = parameters[:3]
-        return _columns(n, row, lo, hi)
+        return Extent.columns(row, BLOCK, lo, hi, rows=n)
 
 
 @body(RingShift)
@@ -415,12 +415,6 @@ def _scale(values, size, factor):
     out = view_f32(values, size)
     for i in range(size):
         out[i] *= factor
-
-
-def _columns(rows: int, width: int, lo: int, hi: int) -> Extent:
-    """What parts [lo, hi) of `BLOCK` columns are of [rows, width] words."""
-    first, last = lo * BLOCK, min(hi * BLOCK, width)
-    return Extent(4 * first, 4 * (last - first), rows, 4 * width)
 
 
 def _frames(op: DepthwiseConv1d | DepthwiseWindow, t: int, taps: int) -> int:

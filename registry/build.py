@@ -27,6 +27,7 @@ from wpk.zoo.build import build_graph
 from wpk.zoo.spec import ModelSpec
 
 Show = Callable[[str, object], None]
+MAX_CONTEXT = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ def build(
     _check_capacity(spec.name, capacity)
     chosen = find_target(default_target() if target == "auto" else target)
     context = default_context(spec) if context is None else context
-    if context < 1:
-        raise CapacityError(f"context {context} cannot be had", capacity=capacity, wanted=">= 1", found=context)
+    _check_context(spec.name, context, capacity)
     graph = build_graph(spec, context=context)
     spec_sha = sha256_bytes(spec.model_dump_json().encode())
     identity = _identity(graph, spec, spec_sha, capacity, context, chosen)
@@ -142,6 +142,14 @@ def _check_capacity(model: str, capacity: int) -> None:
         raise CapacityError(
             f"{model}: capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}",
             found=capacity, hint="--cap is the number of sessions that run at once.",
+        )  # fmt: skip
+
+
+def _check_context(model: str, context: int, capacity: int) -> None:
+    if isinstance(context, bool) or not isinstance(context, int) or not 1 <= context <= MAX_CONTEXT:
+        raise CapacityError(
+            f"{model}: context {context} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CONTEXT} steps",
+            found=context, hint="--context is the number of steps of history that a session has room for.",
         )  # fmt: skip
 
 

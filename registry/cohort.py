@@ -151,21 +151,18 @@ class Cohort:
         """The sessions, and for each port their input as one array [sessions, steps, values]."""
         for session, ports in inputs.items():
             self._require(session)
-            if ports.keys() != self._inputs.keys():
-                raise SessionError(
-                    f"{session}: input ports",
-                    wanted=", ".join(self._inputs),
-                    found=", ".join(map(str, ports)) or "none",
-                )
-        blocks = {}
+            if not isinstance(ports, Mapping) or ports.keys() != self._inputs.keys():
+                found = ", ".join(map(str, ports)) if isinstance(ports, Mapping) else type(ports).__name__
+                raise SessionError(f"{session}: input ports", wanted=", ".join(self._inputs), found=found or "none")
+        blocks: dict[str, Array] = {}
+        if not inputs:
+            return [], blocks
         for name, views in self._inputs.items():
             rows = [ports[name] for ports in inputs.values()]
             block = _stacked(rows, views)
-            if block is None:  # one of them does not fit: find out whose
-                for session, row in zip(inputs, rows, strict=True):
-                    if _stacked([row], views) is None:
-                        raise _misfit(session, name, views, row)
-                raise _misfit("the sessions", name, views, rows)
+            if block is None:
+                whose, row = next(p for p in zip(inputs, rows, strict=True) if _stacked([p[1]], views) is None)
+                raise _misfit(whose, name, views, row)
             blocks[name] = block
         return list(inputs), blocks
 
@@ -196,28 +193,40 @@ class _Views(list[Array]):
     size: int  # values of one step
     dtype: np.dtype[Any]
 
+    @property
+    def kinds(self) -> str:
+        """NumPy's kinds of numbers that may be given: whole ones where the port's are."""
+        return "biu" if self.dtype.kind == "i" else "fiu"
+
 
 def _stacked(rows: Sequence[Array], views: _Views) -> Array | None:
-    """Inputs as finite numbers [rows, steps, values]; None where one is not that."""
+    """Inputs as finite numbers of the port's dtype [rows, steps, values]; None where one is not that."""
+    count, kinds = len(views) * views.size, views.kinds
     try:
-        block = np.array(rows)
-    except ValueError:  # of different lengths
+        arrays = [np.asarray(row) for row in rows]
+    except ValueError:  # a ragged list
         return None
-    if block.dtype.kind not in "fiu" or block.size != len(rows) * len(views) * views.size:
+    if any(a.size != count or a.dtype.kind not in kinds for a in arrays):
         return None
-    block = block.reshape(len(rows), len(views), views.size).astype(views.dtype, copy=False)
-    return block if block.dtype.kind != "f" or np.isfinite(block).all() else None
+    given = np.concatenate(arrays, axis=None)
+    with np.errstate(over="ignore", invalid="ignore"):
+        block = given.astype(views.dtype, copy=False)
+    sound = np.isfinite(block) if block.dtype.kind == "f" else block == given
+    return block.reshape(len(rows), len(views), views.size) if sound.all() else None
 
 
-def _misfit(whose: object, name: str, views: _Views, found: object) -> SessionError:
-    array = np.asarray(found, dtype=object) if isinstance(found, list) else np.asarray(found)
-    bad = array.dtype.kind == "f" and array.size == len(views) * views.size
+def _misfit(whose: Session, name: str, views: _Views, given: object) -> SessionError:
+    count = len(views) * views.size
+    try:
+        array = np.asarray(given)
+        outside = array.size == count and array.dtype.kind in views.kinds
+        found = "NaN, infinity or numbers beyond its range" if outside else f"{array.dtype} of shape {array.shape}"
+    except ValueError:
+        found = "a ragged list"
     return SessionError(
-        f"{whose}: input {name!r} {'is not finite' if bad else 'does not fit'}",
-        wanted=f"{len(views) * views.size} finite {views.dtype} values",
-        found="NaN or infinity" if bad else f"{array.dtype} of shape {array.shape}",
+        f"{whose}: input {name!r} does not fit", wanted=f"{count} finite {views.dtype} values", found=found,
         hint="Pad the last frame of a recording with zeros.",
-    )
+    )  # fmt: skip
 
 
 def _port_views(program: Program, memory: Array, direction: Direction) -> dict[str, _Views]:

@@ -234,7 +234,8 @@ def _read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise broken("it cannot be read", "readable files", error) from None
     if not sums.startswith(_sum_line(MANIFEST, sha256_bytes(data))):
-        raise broken(f"{MANIFEST} is not what was built", sums[:16].decode(errors="replace"), sha256_bytes(data)[:16])
+        said = sums[:16].decode("ascii", "replace")
+        raise broken(f"{MANIFEST} and {SUMS} do not agree", f"sha256 {said}", f"sha256 {sha256_bytes(data)[:16]}")
     schema = _schema(data)
     if schema != SCHEMA:  # before the fields, which another schema may have changed
         raise broken("schema_version", SCHEMA, schema)
@@ -245,7 +246,7 @@ def _read_manifest(path: Path) -> Manifest:
         place = ".".join(map(str, first["loc"]))
         raise broken(f"{MANIFEST}: {place}", first["msg"], first.get("input")) from None
     if sums != _sums(data, manifest):
-        raise broken(f"{SUMS} is not what was built", _sums(data, manifest).decode().split(), sums)
+        raise broken(f"{SUMS} is not what was built", f"the hashes that {MANIFEST} has", "others")
     if manifest.id != path.name:
         raise broken("the manifest names another profile", path.name, manifest.id)
     return manifest
@@ -256,7 +257,7 @@ def _schema(data: bytes) -> object:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
         return f"no JSON: {error}"
-    return found.get("schema_version") if isinstance(found, dict) else type(found).__name__
+    return found.get("schema_version", "none") if isinstance(found, dict) else type(found).__name__
 
 
 def _sum_line(name: str, digest: str) -> bytes:

@@ -50,7 +50,6 @@ def compile_graph(
         raise CapacityError(
             f"capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}", found=capacity
         )
-
     check_graph(graph, library)
     expanded = expand(graph, library)
     show("expand", expanded)

@@ -1,8 +1,8 @@
 """What a phase costs on a target, and the floor of a beat: the least time that physics allows.
 
 floor = max(compute, bandwidth, path). compute: FLOPs over the dense rate of their precision, summed. bandwidth:
-weights once for the cohort, state once read and once written per session, over the memory rate. path: the waves'
-barriers, which no schedule of this program can avoid.
+weights once for the cohort, state once read and once written per session (a cache: all rows read, the new ones
+written), over the memory rate. path: the waves' barriers, which no schedule of this program can avoid.
 """
 
 from __future__ import annotations
@@ -58,8 +58,20 @@ def floor(phases: Sequence[Phase], storages: Sequence[Storage], slots: int, wave
 
 
 def _state_traffic(phases: Sequence[Phase], storages: Sequence[Storage]) -> int:
-    """Bytes of state that one session's beat reads and writes, each state at most once each way."""
-    read = {r.storage for p in phases for r in p.inputs}
-    written = {r.storage for p in phases for r in p.outputs}
-    state = [s for s in storages if s.role is Role.STATE]
-    return sum(s.type.bytes * ((s.index in read) + (s.index in written)) for s in state)
+    """Bytes of state that one session's beat reads and writes, each state at most once each way.
+
+    Of a state that an operator shares with its result (a cache), that operator touches only what it says.
+    """
+    state = {s.index for s in storages if s.role is Role.STATE}
+    read: dict[int, int] = {}
+    written: dict[int, int] = {}
+    rows = 0
+    for phase in phases:
+        shared = {phase.inputs[operand].storage for operand in phase.operator.alias.values()} & state
+        rows += phase.operator.cost(*phase.types).state_bytes if shared else 0
+        results = zip(phase.outputs, phase.operator.infer(phase.types), strict=True)
+        for touched, operands in ((read, zip(phase.inputs, phase.types, strict=True)), (written, results)):
+            for ref, type in operands:
+                if ref.storage in state - shared:
+                    touched[ref.storage] = max(touched.get(ref.storage, 0), type.bytes)
+    return rows + sum(read.values()) + sum(written.values())

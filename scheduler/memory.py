@@ -7,15 +7,7 @@ from dataclasses import dataclass
 
 from wpk.ops.payload import Arena
 from wpk.scheduler.phases import Lowered, Phase
-from wpk.scheduler.program import ALIGN, NONE, Role
-
-ARENA_OF = {
-    Role.WEIGHT: Arena.WEIGHTS,
-    Role.STATE: Arena.STATE,
-    Role.INPUT: Arena.IO,
-    Role.OUTPUT: Arena.IO,
-    Role.TEMPORARY: Arena.ACTIVATIONS,
-}
+from wpk.scheduler.program import ALIGN, ARENA_OF, NONE, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,15 @@ class Role(IntEnum):
     TEMPORARY = 4
 
 
+ARENA_OF = {
+    Role.WEIGHT: Arena.WEIGHTS,
+    Role.STATE: Arena.STATE,
+    Role.INPUT: Arena.IO,
+    Role.OUTPUT: Arena.IO,
+    Role.TEMPORARY: Arena.ACTIVATIONS,
+}
+
+
 class Direction(IntEnum):
     INPUT = 0
     OUTPUT = 1

@@ -33,7 +33,7 @@ class Rewriter:
         """The same application on the mapped inputs."""
         inputs = tuple(self.values[v.id] for v in node.inputs)
         attrs = {**node.attributes, **changes}
-        key = (node.op, node.version, inputs, tuple(sorted(attrs.items())))
+        key = (node.op, node.version, inputs, repr(sorted(attrs.items())))  # 0.0 is not -0.0, nor 1 True
         if not (node.weight and key in self._made):
             with self.g.labelled(node.label):
                 made = self.g.op(node.op, *inputs, **attrs)  # type: ignore[arg-type]
@@ -100,8 +100,7 @@ def fuse(graph: Graph, library: Library) -> Graph:
 
     A view (`reshape`) between the two is looked through.
     """
-    graph = _fold(graph, library, _activation)
-    return prune(_fold(graph, library, _residual), library)
+    return _fold(_fold(graph, library, _activation), library, _residual)
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
-from wpk.ir.graph import Attribute, Graph, Node, Value
+from wpk.ir.graph import Graph, Node, Value
 from wpk.ops.operator import LIBRARY, Operator, make
 
 
 def operator_of(node: Node) -> Operator:
     """The operator of a node, with its attributes."""
-    return _instance(node.op, node.version, node.attrs)
-
-
-@lru_cache(maxsize=4096)
-def _instance(op: str, version: int, attrs: tuple[tuple[str, Attribute], ...]) -> Operator:
-    return make(LIBRARY.get(op, version), dict(attrs))
+    return make(LIBRARY.get(node.op, node.version), node.attributes)
 
 
 def view_start(node: Node) -> int | None:

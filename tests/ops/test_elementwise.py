@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.ops.harness import application, check, compiled, random_inputs, stored, value
 from wpk.ir.errors import GraphError
 from wpk.ir.types import DType, Type, bf16, boolean, f32, i32
-from wpk.ops.elementwise import ACTIVATION_MEANING, BINARY, UNARY, broadcast
+from wpk.ops.elementwise import BINARY, UNARY, broadcast
 from wpk.ops.operator import LIBRARY, make
+from wpk.ops.scalars import ACTIVATION_MEANING
 from wpk.ops.simd import ACTIVATIONS
 
 FEW = settings(max_examples=12, deadline=None)

@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import njit
 
 from wpk.ops import simd
+from wpk.ops.memory import view_f32, view_i32
 
 UNTOUCHED = np.float32(-12345.0)
 
@@ -43,7 +44,7 @@ def call(x, x2, n_rows, k1, k2, w, stride, lo, hi, n, bias, residual, has_residu
 
 @njit
 def copy_through_views(source, target, n):
-    a, b = simd.view_f32(source, n), simd.view_i32(target, n)
+    a, b = view_f32(source, n), view_i32(target, n)
     for i in range(n):
         b[i] = np.int32(a[i])
 
@@ -292,6 +293,7 @@ KERNEL = """
 import numpy as np
 from numba import cfunc, types
 from wpk.ops import simd
+from wpk.ops.memory import view_f32, view_i32
 
 @cfunc(types.void(*[types.int64] * 8), cache=True)
 def kernel(rows, n_rows, k, w, panels, n, y_row, activation):
@@ -304,6 +306,7 @@ def kernel(rows, n_rows, k, w, panels, n, y_row, activation):
 RUN_KERNEL = """
 import numpy as np, kernel_module
 from wpk.ops import simd
+from wpk.ops.memory import view_f32, view_i32
 rng = np.random.default_rng(3)
 x, w = rng.normal(size=(13, 21)).astype(np.float32), rng.normal(size=(21, 50)).astype(np.float32)
 packed, y = simd.pack_panels(w), np.zeros((13, 50), np.float32)

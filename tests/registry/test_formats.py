@@ -23,11 +23,11 @@ from wpk.registry.formats import (
     OnnxFile,
     SafetensorsFile,
     TorchFile,
-    bfloat16_to_float32,
     open_file,
     open_folder,
     open_path,
 )
+from wpk.registry.formats.tensors import bfloat16_to_float32
 
 RNG = np.random.default_rng(7)
 TENSORS: dict[str, np.ndarray[Any, Any]] = {

@@ -23,15 +23,9 @@ from pydantic import ValidationError
 from wpk.ir.errors import DownloadError, OfflineError, StoreError, WeightsError, WpkError
 from wpk.registry import weights
 from wpk.registry.settings import Settings
-from wpk.registry.weights import (
-    SyntheticSet,
-    WeightsStore,
-    check_inventory,
-    pip_download,
-    synthetic_affine,
-    synthetic_key,
-    synthetic_values,
-)
+from wpk.registry.weights import WeightsStore, check_inventory
+from wpk.registry.weights.pypi import pip_download
+from wpk.registry.weights.synthetic import SyntheticSet, synthetic_affine, synthetic_key, synthetic_values
 from wpk.zoo.sources import HfSource, PathSource, PypiSource, SyntheticSource, parse_source
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
@@ -684,6 +678,8 @@ def test_malformed_sources_are_refused(plain: object) -> None:
 
 def test_every_error_here_is_typed() -> None:
     assert issubclass(OfflineError, DownloadError) and issubclass(DownloadError, WpkError)
-    assert {name for name in dir(weights) if name.endswith("Error")} <= {
-        *("DownloadError", "OfflineError", "StoreError", "WeightsError")
-    }
+    parts = (weights.files, weights.hf, weights.inventory, weights.pypi, weights.synthetic)
+    for module in (weights, *parts):
+        assert {name for name in dir(module) if name.endswith("Error")} <= {
+            *("DownloadError", "OfflineError", "StoreError", "WeightsError")
+        }

@@ -17,9 +17,9 @@ from wpk.ir.types import f32
 from wpk.ops import LIBRARY
 from wpk.ops.payload import ABSENT, ARENA_SHIFT, OPERANDS, PAYLOAD, Arena
 from wpk.ops.requirements import Selection
-from wpk.scheduler.check import ARENA_OF, CHECKS, check_program, verify_program
+from wpk.scheduler.check import CHECKS, check_program, verify_program
 from wpk.scheduler.compile import compile_graph
-from wpk.scheduler.program import DTYPES, NONE, PORT, TASK, USE, VALUE, Direction, Program, Role
+from wpk.scheduler.program import ARENA_OF, DTYPES, NONE, PORT, TASK, USE, VALUE, Direction, Program, Role
 from wpk.scheduler.target import find_target
 
 MUTANTS = 2000

@@ -1,0 +1,110 @@
+"""The floor against numbers worked out by hand, and below what the cost model predicts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.graphs import CONTEXT, SELECTION, builder, compiled, graphs
+from wpk.ir.graph import Graph, GraphBuilder
+from wpk.ir.text import print_graph
+from wpk.ir.types import f32
+from wpk.ops.requirements import Selection
+from wpk.registry import find_model
+from wpk.scheduler.compile import Compiled, compile_graph
+from wpk.scheduler.target import TARGETS, Target, find_target
+from wpk.zoo.build import build_graph
+from wpk.zoo.catalog import Catalog
+
+# Round numbers: 1 GFLOP/s, 1 MB/s and a barrier of 1 ms.
+SLOW = Target(
+    name="slow", kind="cpu", blocks=4, memory_bytes=None, bandwidth=1e6,
+    flops=dict.fromkeys(("f32", "tf32", "bf16"), 1e9), barrier_s=1e-3, least_task_s=1e-6,
+)  # fmt: skip
+
+
+def slow(g: GraphBuilder, capacity: int, steps: int = 1) -> Compiled:
+    return compile_graph(g.build(), SELECTION, SLOW, capacity=capacity, steps=steps)
+
+
+def test_the_floor_of_one_linear_layer() -> None:
+    g = builder()
+    g.output("y", g.op("linear", g.input("x", f32(100)), g.weight("w", f32(160, 100)), g.weight("b", f32(160))))
+    found = slow(g, 10).floor
+    weights = 4 * (10 * 100 * 16 + 160)  # ten panels of sixteen rows, and the bias
+    assert found.flops == {"bf16": 0, "tf32": 0, "f32": 2 * 160 * 100 * 10}
+    assert found.bytes == {"weights": weights, "state": 0, "total": weights}
+    assert (found.compute_ms, found.path_ms) == pytest.approx((0.32, 1.0))
+    assert found.bandwidth_ms == found.floor_ms == pytest.approx(weights / 1e6 * 1e3)
+
+
+def test_state_is_read_once_and_written_once_however_many_steps_a_beat_has() -> None:
+    g = builder()
+    h = g.op("add", g.register("h", f32(250)), g.input("x", f32(250)))
+    g.update("h", h)
+    g.output("y", g.op("tanh", h))
+    for steps in (1, 3):
+        found = slow(g, 8, steps).floor
+        assert found.bytes == {"weights": 0, "state": 8 * 2 * 1000, "total": 16_000}
+        assert found.bandwidth_ms == pytest.approx(16.0)
+        assert found.flops["f32"] == steps * 8 * 250 * 2
+        assert found.path_ms == pytest.approx(1.0 + steps)
+
+
+def test_a_state_that_is_only_read_is_not_written() -> None:
+    g = builder()
+    r = g.register("r", f32(250), g.weight("w", f32(250)))
+    g.update("r", r)
+    g.output("y", g.op("add", r, g.input("x", f32(250))))
+    assert slow(g, 1).floor.bytes["state"] == 1000
+
+
+def test_of_a_state_only_what_is_read_counts() -> None:
+    g = builder()
+    r = g.register("r", f32(10, 250))
+    g.update("r", r)
+    g.output("y", g.op("tanh", g.op("slice", r, axis=0, start=2, stop=3)))
+    assert slow(g, 1).floor.bytes["state"] == 1000
+
+
+def test_of_a_cache_all_rows_are_read_and_one_is_written() -> None:
+    g = builder()
+    x = g.input("x", f32(1, 250))
+    g.cache("c", f32(1, 250))
+    cache = g.append("c", x)
+    g.output("y", g.op("attention", x, cache, cache, g.position(), scale=1.0))
+    position = 2 * 4
+    assert slow(g, 1).floor.bytes["state"] == CONTEXT * 1000 + 1000 + position
+    assert slow(g, 1, steps=3).floor.bytes["state"] == CONTEXT * 1000 + 3 * 1000 + position
+
+
+def test_the_path_is_a_barrier_a_wave() -> None:
+    g = builder()
+    y = g.input("x", f32(4))
+    for _ in range(7):
+        y = g.op("tanh", y)
+    g.output("y", y)
+    found = slow(g, 1)
+    assert found.program.waves == 7 and found.floor.path_ms == found.floor.floor_ms == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", list(Catalog.builtin()))
+def test_no_model_is_predicted_to_be_faster_than_its_floor(name: str, target: str) -> None:
+    spec = find_model(name)
+    library, machine = Selection(spec.operators), find_target(target)
+    graph = build_graph(spec, context=spec.context)
+    last = 0.0
+    for capacity in (1, 16, 256):
+        made = compile_graph(graph, library, machine, capacity=capacity, steps=spec.clock.steps_per_beat)
+        assert last <= made.floor.floor_ms <= made.predicted_ms
+        last = made.floor.floor_ms
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(graphs(), st.sampled_from((1, 3, 500)), st.integers(1, 2), st.sampled_from(sorted(TARGETS)))
+def test_no_graph_is_predicted_to_be_faster_than_its_floor(graph: Graph, slots: int, steps: int, target: str) -> None:
+    note(print_graph(graph))
+    made = compiled(graph, capacity=slots, steps=steps, target=target)
+    assert made.floor.floor_ms <= made.predicted_ms
