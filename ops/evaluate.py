@@ -29,10 +29,15 @@ def evaluate(nodes: Iterable[Node], values: dict[int, Array]) -> dict[int, Array
 def stored(array: Array, dtype: DType) -> Array:
     """An array as the bits that a value of that dtype is stored in."""
     if dtype is DType.BF16:
-        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-        # Round to nearest even on the 16 bits that are dropped.
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return bf16_bits(array)
     return np.ascontiguousarray(array, dtype.numpy)
+
+
+def bf16_bits(array: Array) -> Array:
+    """bf16 as uint16: float32 rounded to nearest even on the 16 bits that are dropped; NaN stays a (quiet) NaN."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(array), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
 class Reference:

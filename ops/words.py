@@ -11,6 +11,7 @@ from wpk.ir.errors import GraphError
 from wpk.ir.types import DType, Type, boolean
 from wpk.ops import math32, scalars
 from wpk.ops.elementwise import CHUNK, WORDS, Elementwise, Unary
+from wpk.ops.evaluate import bf16_bits
 from wpk.ops.math32 import INT, F
 from wpk.ops.memory import view_f32, view_i32, view_u16
 from wpk.ops.operator import LIBRARY, Array, Body, Dims, Extent, attr, body, operand, operator
@@ -134,9 +135,7 @@ class Cast(Elementwise):
                 return x.astype(np.int64)
             return np.clip(np.trunc(np.nan_to_num(x, nan=0.0)), -(2.0**31), 2.0**31 - 1).astype(np.int64)
         if self.dtype == "bf16":
-            bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
-            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
-            return np.where(np.isnan(x), np.nan, rounded.astype(np.float64))
+            return (bf16_bits(x).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         return x.astype(np.float64)
 
     def parameters(self, *types: Type) -> tuple[int | float, ...]:

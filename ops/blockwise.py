@@ -1,0 +1,148 @@
+"""Bodies for a GPU target that a whole block of threads runs together, where one thread a part would be too slow.
+
+Signature: (record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch). All threads of the block call the body
+with the same arguments and share the work among themselves; `live` is the address of the mask of slots that hold a
+session, and slots that do not are skipped. Nothing here imports numba-cuda: the first functions below are names that
+the kernel replaces by what the GPU has (`wpk.kernel.cuda_library`), and on a CPU they mean a block of one thread.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from wpk.ops.linear import Matmul
+from wpk.ops.math32 import INT, F
+from wpk.ops.memory import view_f32, view_i32, view_i64
+from wpk.ops.operator import body
+from wpk.ops.payload import address, operand_i32, parameter, present
+from wpk.ops.shape import Concat, Pad, Slice, Transpose
+from wpk.ops.simd import PANEL
+
+
+# --- what a body may ask of its block -----------------------------------------------------------------------------
+def thread_index() -> int:
+    """Of this thread in its block."""
+    return 0
+
+
+def thread_count() -> int:
+    """Threads of the block."""
+    return 1
+
+
+def multiply_add(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
+    """a * b + c, rounded once."""
+    return np.float32(float(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))))
+
+
+def activate(x: np.float32, code: int) -> np.float32:
+    """x through the activation with this code of `wpk.ops.simd.ACTIVATIONS`."""
+    raise NotImplementedError
+
+
+def is_live(live, slot):
+    """Does the slot hold a session?"""
+    return (view_i64(live, (slot >> 6) + 1)[slot >> 6] >> (slot & 63)) & 1 != 0
+
+
+# --- bodies -------------------------------------------------------------------------------------------------------
+def chain(total, x, weight, depth):
+    """total + sum of x[k] * weight[k * PANEL], one fused multiply-add after the other from k = 0."""
+    values, column = view_f32(x, depth), view_f32(weight, depth * PANEL)
+    for k in range(depth):
+        total = multiply_add(values[k], column[k * PANEL], total)
+    return total
+
+
+@body(Matmul, targets=("cuda",))
+def matmul_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
+    """A thread a result: the order of every sum is that of `wpk.ops.simd`, so the bits are those of a fused CPU."""
+    frames, k, step, pad = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)
+    size, k2, n, activation = parameter(record, 4), parameter(record, 5), parameter(record, 6), parameter(record, 7)
+    weight, panel_bytes = address(record, arenas, 1, 0), (k + k2) * 4 * PANEL
+    first = part_lo * PANEL
+    columns = min(part_hi * PANEL, n) - first
+    for unit in range(thread_index(), (slot_hi - slot_lo) * frames * columns, thread_count()):
+        row, column = unit // columns, first + unit % columns
+        slot, t = slot_lo + row // frames, row % frames
+        if is_live(live, slot):
+            start = t * step - pad
+            lo = max(0, start)
+            length = max(0, min(size, start + k) - lo)
+            w = weight + column // PANEL * panel_bytes + 4 * (column % PANEL)
+            total = chain(F(0.0), address(record, arenas, 0, slot) + 4 * lo, w + 4 * PANEL * (lo - start), length)
+            if k2 > 0:
+                total = chain(total, address(record, arenas, 3, slot), w + 4 * PANEL * k, k2)
+            offset = F(0.0)
+            if present(record, 2):
+                offset = view_f32(address(record, arenas, 2, 0) + 4 * column, 1)[0]
+            y = activate(total + offset, activation)
+            at = 4 * (t * n + column)
+            if present(record, 4):
+                y += view_f32(address(record, arenas, 4, slot) + at, 1)[0]
+            view_f32(address(record, arenas, 5, slot) + at, 1)[0] = y
+
+
+@body(Slice, targets=("cuda",))
+def slice_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
+    outer, row, start, taken = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)
+    words = outer * taken
+    for unit in range(thread_index(), (slot_hi - slot_lo) * words, thread_count()):
+        slot, at = slot_lo + unit // words, unit % words
+        if is_live(live, slot):
+            x, y = operand_i32(record, arenas, 0, slot, outer * row), operand_i32(record, arenas, 1, slot, words)
+            y[at] = x[at // taken * row + start + at % taken]
+
+
+@body(Concat, targets=("cuda",))
+def concat_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
+    outer, count = parameter(record, 0), parameter(record, 1)
+    row = 0
+    for k in range(count):
+        row += parameter(record, 2 + k)
+    start = 0
+    for k in range(count):
+        width = parameter(record, 2 + k)
+        words = outer * width
+        for unit in range(thread_index(), (slot_hi - slot_lo) * words, thread_count()):
+            slot, at = slot_lo + unit // words, unit % words
+            if is_live(live, slot):
+                x = operand_i32(record, arenas, k, slot, words)
+                operand_i32(record, arenas, count, slot, outer * row)[at // width * row + start + at % width] = x[at]
+        start += width
+
+
+@body(Transpose, targets=("cuda",))
+def transpose_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
+    d0, d1, d2, d3 = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)
+    s0, s1, s2, s3 = parameter(record, 4), parameter(record, 5), parameter(record, 6), parameter(record, 7)
+    words = d0 * d1 * d2 * d3
+    for unit in range(thread_index(), (slot_hi - slot_lo) * words, thread_count()):
+        slot, at = slot_lo + unit // words, unit % words
+        if is_live(live, slot):
+            x, y = operand_i32(record, arenas, 0, slot, words), operand_i32(record, arenas, 1, slot, words)
+            m, rest = at % d3, at // d3
+            k, rest = rest % d2, rest // d2
+            y[at] = x[rest // d1 * s0 + rest % d1 * s1 + k * s2 + m * s3]
+
+
+@body(Pad, targets=("cuda",))
+def pad_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
+    t, inner, before, after = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)
+    mode = parameter(record, 4)
+    words = (before + t + after) * inner
+    for unit in range(thread_index(), (slot_hi - slot_lo) * words, thread_count()):
+        slot, at = slot_lo + unit // words, unit % words
+        if is_live(live, slot):
+            source = at // inner - before
+            if mode == 2:
+                source = -source if source < 0 else source
+                source = 2 * (t - 1) - source if source >= t else source
+            if mode == 1:
+                source = min(max(source, 0), t - 1)
+            x = view_i32(address(record, arenas, 0, slot), t * inner)
+            y = view_i32(address(record, arenas, 1, slot), words)
+            inside = 0 <= source < t
+            y[at] = x[source * inner + at % inner] if inside else INT(0)
