@@ -237,6 +237,15 @@ def _cache_passes(g: GraphBuilder) -> None:
     g.output("y", g.op("relu", h))
 
 
+def _view_passes(g: GraphBuilder) -> None:
+    """Product and append each see the state through a view of their own."""
+    x, flat = g.input("x", f32(6)), g.register("r", f32(24))
+    seen, taken = (g.op("reshape", flat, shape=(4, 6)) for _ in range(2))
+    h = dense(g, seen)
+    g.update("r", g.op("reshape", g.op("cache_append", taken, x, g.position()), shape=(24,)))
+    g.output("y", g.op("relu", h))
+
+
 def _broadcast(g: GraphBuilder) -> None:
     g.output("y", g.op("add", dense(g, g.input("x", f32(2, 6))), g.input("v", f32(6))))
 
@@ -276,8 +285,8 @@ UNFUSED: dict[Callable[[GraphBuilder], None], str] = {
     _read_twice: "relu", _product_read_twice: "relu", _product_seen_twice: "relu", _view_read_twice: "relu",
     _view_shown: "relu", _shown: "relu", _kept: "relu", _ring_rows: "relu", _sliced: "relu",
     _activated_already: "relu", _has_attributes: "leaky_relu", _after_the_residual: "relu", _cache_passes: "relu",
-    _broadcast: "add", _broadcast_product: "add", _weight_added: "add", _doubled: "add", _residual_shown: "add",
-    _second_residual: "add", _cache_passes_residual: "add",
+    _view_passes: "relu", _broadcast: "add", _broadcast_product: "add", _weight_added: "add", _doubled: "add",
+    _residual_shown: "add", _second_residual: "add", _cache_passes_residual: "add",
 }  # fmt: skip
 
 
