@@ -6,11 +6,10 @@ from wpk.ir.errors import CapacityError
 from wpk.ops import LIBRARY
 from wpk.ops.requirements import Selection
 from wpk.registry import find_model
-from wpk.scheduler.compile import MAX_CAPACITY
+from wpk.scheduler.compile import MAX_CAPACITY, lower_beat
 from wpk.scheduler.cost import Floor
 from wpk.scheduler.cost import floor as floor_of
-from wpk.scheduler.phases import Lowered, lower
-from wpk.scheduler.rewrite import expand, fuse, unroll
+from wpk.scheduler.phases import Lowered
 from wpk.scheduler.target import find_target
 from wpk.scheduler.waves import assign_waves
 from wpk.zoo.build import build_graph
@@ -32,6 +31,5 @@ def beat_floor(model: str, *, capacity: int, context: int | None = None, target:
 
 def lowered_beat(spec: ModelSpec, context: int | None = None) -> Lowered:
     """One beat's phases, as every target runs them."""
-    library = Selection(spec.operators, LIBRARY)
     graph = build_graph(spec, context=spec.context if context is None else context)
-    return lower(unroll(fuse(expand(graph, library), library), library, spec.clock.steps_per_beat))
+    return lower_beat(graph, Selection(spec.operators, LIBRARY), spec.clock.steps_per_beat)

@@ -238,9 +238,13 @@ class GraphBuilder:
 
     # --- operators ----------------------------------------------------------------------------------------------
     def op(self, op: str, *inputs: Value, **attrs: Attribute) -> Any:
-        """Apply an operator. One `Value`, or a tuple where it has several results."""
+        """Apply an operator by name. One `Value`, or a tuple where it has several results."""
+        return self.apply(self.library.resolve(op), inputs, attrs)
+
+    def apply(self, operator: ResolvedOperator, inputs: Sequence[Value], attrs: Mapping[str, Attribute]) -> Any:
+        """Apply exactly this version of an operator: for passes, which copy what was chosen before."""
+        inputs = tuple(inputs)
         try:
-            operator = self.library.resolve(op)
             complete = operator.complete(attrs)
             for value in inputs:
                 self._own(value)

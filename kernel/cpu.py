@@ -31,7 +31,7 @@ from wpk.kernel.atomics import (
     store_release,
 )
 from wpk.kernel.bodies import compile_kernel
-from wpk.kernel.control import END_NS, POISON, STALLED, START_NS, ControlPage, Poison, aligned_bytes, get_bit
+from wpk.kernel.control import END_NS, POISON, STALLED, START_NS, ControlPage, Poison, aligned_bytes
 from wpk.ops.memory import view_i32, view_i64
 from wpk.ops.payload import PAYLOAD, Arena
 from wpk.scheduler.program import TASK, Program
@@ -129,7 +129,7 @@ def _beat(context, epoch, scratch):
 def _helper(context, scratch, patience_us):
     """A persistent thread: wait for the next input epoch, help with it, until poisoned."""
     control = context[_CONTROL]
-    seen, idle = load_acquire(control), 0
+    seen, idle = np.int64(0), 0  # the first epoch is 1: a thread that starts late still helps with it
     while True:
         epoch = load_acquire(control)
         if epoch == seen:
@@ -238,17 +238,11 @@ class CpuKernel:
         self.control["input_epoch"] = self.control["output_epoch"] = self._epoch
 
     def _set_runs(self) -> None:
-        slots, runs = self.program.slots, []
-        slot = 0
-        while slot < slots:
-            if get_bit(self.control.active, slot):
-                start = slot
-                while slot < slots and get_bit(self.control.active, slot):
-                    slot += 1
-                runs += [start, slot]
-            slot += 1
-        self._runs[0] = len(runs) // 2
-        self._runs[1 : 1 + len(runs)] = runs
+        """Runs of occupied slots, as pairs [start, end)."""
+        occupied = np.unpackbits(self.control.active.view(np.uint8), bitorder="little")
+        edges = np.flatnonzero(np.diff(occupied, prepend=0, append=0))
+        self._runs[0] = len(edges) // 2
+        self._runs[1 : 1 + len(edges)] = edges
 
     def _stopped(self) -> KernelError:
         reason, stalled = self.control["poison"], self.control["stalled"]

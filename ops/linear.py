@@ -155,7 +155,15 @@ class Matmul(Operator):
         return y + given["residual"].reshape(y.shape) if "residual" in given else y
 
     def cost(self, *types: Type) -> Cost:
-        return _product_cost(self.frames * self.n, types[1].shape[1], types)
+        x, weight, *extra = types
+        given = dict(zip(self._extras(), extra, strict=True))
+        read = [x, *(t for name, t in given.items() if name != "bias")]
+        results = self.frames * self.n
+        return Cost(
+            {"f32": 2 * results * weight.shape[1]},
+            weight_bytes=weight.bytes + (given["bias"].bytes if "bias" in given else 0),
+            activation_bytes=sum(t.bytes for t in read) + 4 * results,
+        )
 
     def parts(self, *types: Type) -> int:
         return -(-self.n // PANEL)
@@ -235,5 +243,6 @@ def _check_activation(name: str, activation: str) -> None:
 
 
 def _product_cost(results: int, k: int, types: Sequence[Type]) -> Cost:
+    """Cost of x, weight and perhaps a bias."""
     weights = sum(t.bytes for t in types[1:3])
     return Cost({"f32": 2 * results * k}, weight_bytes=weights, activation_bytes=types[0].bytes + 4 * results)

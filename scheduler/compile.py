@@ -12,7 +12,7 @@ from wpk.scheduler.check import verify_program
 from wpk.scheduler.cost import Floor, floor
 from wpk.scheduler.emit import emit
 from wpk.scheduler.memory import plan
-from wpk.scheduler.phases import lower
+from wpk.scheduler.phases import Lowered, lower
 from wpk.scheduler.place import place, predicted_seconds
 from wpk.scheduler.program import Program
 from wpk.scheduler.rewrite import expand, fuse, unroll
@@ -32,6 +32,27 @@ class Compiled:
     predicted_ms: float
 
 
+Show = Callable[[str, object], None]
+
+
+def _quiet(name: str, result: object) -> None:
+    """Nobody looks at the passes."""
+
+
+def lower_beat(graph: Graph, library: Library, steps: int = 1, show: Show = _quiet) -> Lowered:
+    """The passes that know neither capacity nor target: one step's graph to the phases of a beat."""
+    check_graph(graph, library)
+    expanded = expand(graph, library)
+    show("expand", expanded)
+    fused = fuse(expanded, library)
+    show("fuse", fused)
+    beat = unroll(fused, library, steps)
+    show("unroll", beat)
+    lowered = lower(beat)
+    show("lower", lowered)
+    return lowered
+
+
 def compile_graph(
     graph: Graph,
     library: Library,
@@ -39,7 +60,7 @@ def compile_graph(
     *,
     capacity: int,
     steps: int = 1,
-    show: Callable[[str, object], None] = lambda name, result: None,
+    show: Show = _quiet,
 ) -> Compiled:
     """Compile one step's graph for `capacity` sessions and `steps` steps a beat.
 
@@ -50,15 +71,7 @@ def compile_graph(
         raise CapacityError(
             f"capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}", found=capacity
         )
-    check_graph(graph, library)
-    expanded = expand(graph, library)
-    show("expand", expanded)
-    fused = fuse(expanded, library)
-    show("fuse", fused)
-    beat = unroll(fused, library, steps)
-    show("unroll", beat)
-    lowered = lower(beat)
-    show("lower", lowered)
+    lowered = lower_beat(graph, library, steps, show)
     waves = assign_waves(lowered.phases)
     show("waves", waves)
     layout = plan(lowered, waves, capacity)

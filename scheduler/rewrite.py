@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from wpk.ir.errors import CompileError
 from wpk.ir.graph import Graph, GraphBuilder, Library, Node, StateKind, Value
 from wpk.ops.linear import RESIDUAL
+from wpk.ops.operator import LIBRARY, Resolved
 from wpk.ops.simd import ACTIVATIONS
 from wpk.scheduler.views import operator_of, overwritten_values, viewed
 
@@ -36,7 +37,8 @@ class Rewriter:
         key = (node.op, node.version, inputs, repr(sorted(attrs.items())))  # 0.0 is not -0.0, nor 1 True
         if not (node.weight and key in self._made):
             with self.g.labelled(node.label):
-                made = self.g.op(node.op, *inputs, **attrs)  # type: ignore[arg-type]
+                operator = Resolved(LIBRARY.get(node.op, node.version))
+                made = self.g.apply(operator, inputs, attrs)  # type: ignore[arg-type]
             self._made[key] = made if isinstance(made, tuple) else (made,)
         for old, new in zip(node.outputs, self._made[key], strict=True):
             self.values[old.id] = new

@@ -54,9 +54,7 @@ def _session(path: PathLike) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
-    return onnxruntime.InferenceSession(
-        str(path), sess_options=options, providers=["CPUExecutionProvider"]
-    )
+    return onnxruntime.InferenceSession(str(path), sess_options=options, providers=["CPUExecutionProvider"])
 
 
 def silero(path_to_onnx: PathLike, audio: npt.ArrayLike) -> F32:
@@ -188,9 +186,7 @@ def beatnet_filterbank() -> F32:
     return bank
 
 
-def beatnet_features(
-    audio: npt.ArrayLike, alignment: Literal["causal", "published"] = "causal"
-) -> F32:
+def beatnet_features(audio: npt.ArrayLike, alignment: Literal["causal", "published"] = "causal") -> F32:
     """Log filterbank spectrum and its positive difference, ``[steps, 272]``.
 
     ``causal``: row ``n`` is the frame of the newest 1411 samples at step ``n``,
@@ -241,9 +237,7 @@ def beatnet(
     """
     import torch
 
-    state: dict[str, torch.Tensor] = torch.load(
-        str(weights_pt), map_location="cpu", weights_only=True
-    )
+    state: dict[str, torch.Tensor] = torch.load(str(weights_pt), map_location="cpu", weights_only=True)
     conv = torch.nn.Conv1d(1, 2, 10)
     dense = torch.nn.Linear(262, 150)
     lstm = torch.nn.LSTM(150, 150, num_layers=2, batch_first=True)
@@ -256,9 +250,7 @@ def beatnet(
     }
     for name, layer in layers.items():
         prefix = name + "."
-        layer.load_state_dict(
-            {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-        )
+        layer.load_state_dict({key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)})
     with torch.inference_mode():
         x = torch.from_numpy(beatnet_features(audio, alignment))
         x = torch.nn.functional.max_pool1d(torch.relu(conv(x[:, None, :])), 2)

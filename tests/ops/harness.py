@@ -254,11 +254,7 @@ def splits(slots: int, parts: int, seed: int = 0) -> Iterator[list[Call]]:
         cuts = range(parts + 1) if parts <= 24 else _cuts(rng, parts, 6)
         yield [(0, slots, lo, hi) for lo, hi in reversed(list(pairwise(cuts)))]
     by_slot, by_part = _cuts(rng, slots, 3), _cuts(rng, parts, 3)
-    yield [
-        (s, s_end, p, p_end)
-        for p, p_end in pairwise(by_part)
-        for s, s_end in pairwise(by_slot)
-    ]
+    yield [(s, s_end, p, p_end) for p, p_end in pairwise(by_part) for s, s_end in pairwise(by_slot)]
 
 
 def _cuts(rng: np.random.Generator, count: int, pieces: int) -> list[int]:

@@ -38,9 +38,7 @@ def test_rms_norm(lead, d, slots, offset, scale, seed):
 @given(st.sampled_from([(), (1,), (5,)]), st.sampled_from([(1, 6), (2, 6), (4, 64), (3, 27)]), slot_counts, seeds)
 def test_group_norm(lead, sizes, slots, seed):
     groups, c = sizes
-    app = application(
-        "group_norm", f32(*lead, c), f32(c), f32(c), weights=[False, True, True], groups=groups, eps=1e-3
-    )
+    app = application("group_norm", f32(*lead, c), f32(c), f32(c), weights=[False, True, True], groups=groups, eps=1e-3)
     check(app, slots=slots, seed=seed, rtol=1e-5, atol=2e-5)
 
 

@@ -25,11 +25,10 @@ from wpk.ops.requirements import Selection
 from wpk.registry.cohort import _port_views
 from wpk.registry.loading import fill_arenas
 from wpk.registry.settings import settings
-from wpk.scheduler.compile import Compiled, compile_graph
+from wpk.scheduler.compile import Compiled, compile_graph, lower_beat
 from wpk.scheduler.memory import Layout, plan
-from wpk.scheduler.phases import Lowered, Ref, lower
+from wpk.scheduler.phases import Lowered, Ref
 from wpk.scheduler.program import Direction, Role
-from wpk.scheduler.rewrite import expand, fuse, unroll
 from wpk.scheduler.target import find_target
 from wpk.scheduler.waves import assign_waves
 
@@ -301,7 +300,7 @@ class Executed:
 
 def lowered_beat(graph: Graph, steps: int = 1) -> Lowered:
     """The phases of a beat, after every pass over the graph."""
-    return lower(unroll(fuse(expand(graph, SELECTION), SELECTION), SELECTION, steps))
+    return lower_beat(graph, SELECTION, steps)
 
 
 def machine(graph: Graph, weights: Weights, slots: int = 1, steps: int = 1) -> Machine:

@@ -1,4 +1,4 @@
-"""Whole recordings through live sessions of one cohort, frame by frame, against the original files in their runtimes."""
+"""Whole recordings through live sessions of one cohort, frame by frame, against the original files."""
 
 from __future__ import annotations
 
