@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from wpk.ir.errors import CapacityError, KernelError, SessionError
 from wpk.kernel.control import set_bit
 from wpk.kernel.cpu import CpuKernel
+from wpk.kernel.cuda import CudaKernel
 from wpk.ops.payload import Arena
 from wpk.registry.profile import Manifest
 from wpk.scheduler.program import DTYPES, Direction, Program
@@ -50,7 +51,7 @@ class Stats:
 class Cohort:
     """All sessions of one loaded profile. Methods may be called from any thread; beats run one at a time."""
 
-    def __init__(self, spec: ModelSpec, profile: Manifest, kernel: CpuKernel) -> None:
+    def __init__(self, spec: ModelSpec, profile: Manifest, kernel: CpuKernel | CudaKernel) -> None:
         self.spec, self.profile, self._kernel = spec, profile, kernel
         program = kernel.program
         self._inputs = _port_views(program, kernel.arenas[Arena.IO], Direction.INPUT)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wpk.ir.errors import TargetError
 from wpk.kernel.cpu import CpuKernel
+from wpk.kernel.cuda import CudaKernel
+from wpk.kernel.driver import find_device
 from wpk.registry.build import build
 from wpk.registry.cohort import Cohort
 from wpk.registry.formats import TensorSet
@@ -40,15 +41,16 @@ def load(
     spec = find_model(model, where) if isinstance(model, str) else model
     built = build(spec, capacity=capacity, context=context, target=target, where=where)
     chosen = find_target(built.manifest.target)
-    if chosen.kind != "cpu":
-        raise TargetError(
-            f"this machine cannot run target {chosen.name}", wanted="target cpu", found=chosen.name,
-            hint="Load it with target='cpu'.",
-        )  # fmt: skip
+    if chosen.kind == "cuda":
+        find_device()  # refuse before the weights are fetched
     profile = ProfileStore(where).read(built.manifest.id)
     tensors = open_weights(spec, weights, where)
     arenas, image = fill_arenas(profile.program, profile.load, tensors)
-    kernel = CpuKernel(profile.program, arenas, image, threads=threads, cache=where.kernels)
+    kernel: CpuKernel | CudaKernel
+    if chosen.kind == "cuda":
+        kernel = CudaKernel(profile.program, arenas, image, cache=where.kernels)
+    else:
+        kernel = CpuKernel(profile.program, arenas, image, threads=threads, cache=where.kernels)
     return Cohort(spec, profile.manifest, kernel)
 
 
@@ -60,5 +62,5 @@ def open_weights(spec: ModelSpec, weights: str | Path | None, where: Settings) -
         store.pull(source)
     expected = {name: type.shape for name, type in expected_tensors(spec).items()}
     tensors = store.open(source, expected)
-    check_inventory(expected, tensors).require(spec.name, extra=False)
+    check_inventory(expected, tensors, spec.ignored_tensors).require(spec.name)
     return tensors

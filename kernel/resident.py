@@ -1,0 +1,336 @@
+"""The resident kernel: launched once, one block a multiprocessor, it runs a program beat after beat.
+
+    block 0 waits for the host's input epoch                                         } barrier
+    all: inputs into device memory; block 0: the masks                               } barrier
+    where there are slots to reset, all: the initial image into their state          } barrier
+    all: the tasks of wave 0                                                         } barrier
+    ...                                                                              } barrier
+    block 0: outputs into host memory, time stamps, the output epoch
+
+Every block takes part in every barrier: one counter that only grows, so a late block can't take a stale value for a
+new one. The counter also carries the end: `STOPPED` is a bit far above any count, set by whoever ends the kernel, and
+every wait sees it at its next look. Waits within a beat are bounded by a budget of time; the wait for the next
+beat is bounded by the host's heartbeat. Memory that blocks pass to each other is ordered by the counter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numba.cuda import types
+
+from wpk.kernel import ptx
+from wpk.kernel.control import CONTROL, END_NS, INPUT_EPOCH, OUTPUT_EPOCH, POISON, STALLED, START_NS
+from wpk.kernel.cuda_library import _view_i64, block_body, device, switch
+from wpk.kernel.layout import (
+    ACTIVE,
+    ARENAS,
+    ARRIVED,
+    BUDGET_NS,
+    CONTROL_PAGE,
+    COPY_BYTES,
+    COUNTER,
+    HEARTBEAT,
+    HEARTBEAT_NS,
+    HOST_IO,
+    IMAGE,
+    INPUT_COUNT,
+    INPUTS,
+    IO,
+    LATE_BLOCK,
+    LOST,
+    MASK_WORDS,
+    OUTPUT_COUNT,
+    OUTPUTS,
+    PAYLOADS,
+    RESET,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SLAB,
+    SLOTS,
+    STARTS,
+    STATE,
+    STOPPED,
+    SYNC,
+    TASKS,
+    THREADS,
+    TRANSFER_BYTES,
+    WATCH,
+    WAVES,
+    WORK,
+)  # fmt: skip
+from wpk.ops.payload import PAYLOAD
+from wpk.scheduler.program import TASK
+
+TASK_BYTES, PAYLOAD_BYTES, MASKS = TASK.itemsize, PAYLOAD.itemsize, CONTROL.itemsize
+POISON_STALLED = 3
+LOOK_AT_HOST = 32  # barriers between two looks of block 0 at the host's poison word, a microsecond each
+SPINS = 32  # polls of the counter between two readings of the clock, about 20 us
+SIGNATURE = types.void(types.int64)
+
+
+@device
+def word(context, index):
+    """A word of the context (`wpk.kernel.layout`): the same for all blocks and all beats."""
+    return ptx.load_constant(context + 8 * index)
+
+
+@device
+def index_of_thread():
+    return np.int64(ptx.thread_index())
+
+
+@device
+def index_of_block():
+    return np.int64(ptx.block_index())
+
+
+@device
+def constant_32(address):
+    return np.int64(ptx.load_constant_32(address))
+
+
+# --- the end ------------------------------------------------------------------------------------------------------
+@device
+def stop(context):
+    """Every wait of every block ends at its next look."""
+    ptx.or_release_gpu(word(context, SYNC) + COUNTER, STOPPED)
+
+
+@device
+def report_stall(context, target, wave):
+    """Tell the host which wave and which block: the first that has not arrived."""
+    late, arrived = 0, word(context, SYNC) + ARRIVED
+    for block in range(np.int64(ptx.block_count())):
+        if ptx.load_relaxed_gpu(arrived + 8 * block) < target:
+            late = block
+            break
+    ptx.store_relaxed_sys_32(word(context, WATCH) + LATE_BLOCK, np.int32(late + 1))
+    ptx.store_relaxed_sys_32(word(context, CONTROL_PAGE) + STALLED, np.int32(wave + 1))
+    ptx.fence_sys()
+    ptx.store_relaxed_sys_32(word(context, CONTROL_PAGE) + POISON, np.int32(POISON_STALLED))
+    stop(context)
+
+
+# --- waits; by one thread of a block ------------------------------------------------------------------------------
+@device
+def await_host(context, seen):
+    """The next input epoch; 0 when the kernel is to end: poisoned, or the host has not stirred for too long."""
+    control, watch = word(context, CONTROL_PAGE), word(context, WATCH)
+    spins, pulse, since = 0, np.int64(-1), np.int64(0)
+    while True:
+        epoch = ptx.load_acquire_sys(control + INPUT_EPOCH)
+        if epoch != seen:
+            return epoch
+        spins += 1
+        if spins % 16 == 0:
+            if ptx.load_relaxed_sys_32(control + POISON) != 0:
+                return np.int64(0)
+            if spins % 256 == 0:
+                now, found = ptx.global_timer(), ptx.load_relaxed_sys(watch + HEARTBEAT)
+                if found != pulse:
+                    pulse, since = found, now
+                elif now - since > word(context, HEARTBEAT_NS):
+                    ptx.store_relaxed_sys_32(watch + LOST, np.int32(1))
+                    ptx.store_relaxed_sys_32(control + POISON, np.int32(POISON_STALLED))
+                    return np.int64(0)
+
+
+@device
+def await_blocks(context, target, wave, idle, look):
+    """Wait until the counter has reached `target`; 1 when the kernel is to end.
+
+    idle: only block 0 bounds the wait. look: see meanwhile whether the host has poisoned the kernel.
+    """
+    counter, poison = word(context, SYNC) + COUNTER, word(context, CONTROL_PAGE) + POISON
+    seen = np.int32(0)
+    if look:
+        seen = ptx.load_relaxed_sys_32(poison)  # under way while this thread waits
+    spins, since = 0, np.int64(0)
+    value = ptx.load_acquire_gpu(counter)
+    while value < target:
+        spins += 1
+        if spins % SPINS == 0 and not idle:
+            now = ptx.global_timer()
+            if since == 0:
+                since = now
+            elif now - since > word(context, BUDGET_NS):
+                report_stall(context, target, wave)
+                return np.int32(1)
+            if ptx.block_index() == 0:
+                seen |= ptx.load_relaxed_sys_32(poison)
+                if seen != 0:
+                    break
+        value = ptx.load_acquire_gpu(counter)
+    if seen != 0:
+        stop(context)
+        return np.int32(1)
+    return np.int32(1) if value >= STOPPED else np.int32(0)
+
+
+# --- the grid barrier: `arrive`, then `depart`; all threads of a block --------------------------------------------
+@device
+def arrive(context, target):
+    """What this block wrote before, all blocks may read after they depart. Loads between the two are for nothing."""
+    ptx.barrier()
+    if ptx.thread_index() == 0:
+        sync = word(context, SYNC)
+        ptx.add_release_gpu(sync + COUNTER, 1)
+        ptx.store_relaxed_gpu(sync + ARRIVED + 8 * index_of_block(), target)  # for the watchdog; nothing waits for it
+
+
+@device
+def depart(context, target, wave, idle, look):
+    """Wait for all blocks. Not 0 when the kernel is to end."""
+    ended = np.int32(0)
+    if ptx.thread_index() == 0:
+        ended = await_blocks(context, target, wave, idle, look)
+    return ptx.barrier_or(ended)
+
+
+# --- between beats ------------------------------------------------------------------------------------------------
+@device
+def copy_masks(context):
+    """Block 0: the host's masks into device memory, and whether any slot is live or to be reset."""
+    masks = word(context, CONTROL_PAGE) + MASKS
+    words = word(context, MASK_WORDS)
+    active, reset = np.int32(0), np.int32(0)
+    for i in range(index_of_thread(), words, THREADS):
+        live, renewed = ptx.load_relaxed_sys(masks + 8 * i), ptx.load_relaxed_sys(masks + 8 * (words + i))
+        _view_i64(word(context, ACTIVE) + 8 * i, 1)[0] = live
+        _view_i64(word(context, RESET) + 8 * i, 1)[0] = renewed
+        active |= np.int32(live != 0)
+        reset |= np.int32(renewed != 0)
+    anyone, renew = ptx.barrier_or(active), ptx.barrier_or(reset)
+    if ptx.thread_index() == 0:
+        _view_i64(word(context, SYNC) + WORK, 1)[0] = np.int64(anyone) | np.int64(renew) << 1
+
+
+@device
+def holds(mask, slot):
+    return (_view_i64(mask + 8 * (slot >> 6), 1)[0] >> (slot & 63)) & 1 != 0
+
+
+@device
+def reset_slots(context, thread, threads):
+    """The initial image into the state of every slot of the reset mask."""
+    slab, image, state = word(context, SLAB), word(context, IMAGE), word(context, STATE)
+    pieces = slab // 8
+    for slot in range(word(context, SLOTS)):
+        if holds(word(context, RESET), slot):
+            source, target = _view_i64(image, pieces), _view_i64(state + slot * slab, pieces)
+            for i in range(thread, pieces, threads):
+                target[i] = source[i]
+
+
+@device
+def fetch_inputs(context, thread, threads):
+    """The rows of every input port from host memory; those of slots without a session do no harm."""
+    table, host, own = word(context, INPUTS), word(context, HOST_IO), word(context, IO)
+    for port in range(word(context, INPUT_COUNT)):
+        offset, stride = transfer_row(table, port)
+        for at in range(thread * COPY_BYTES, word(context, SLOTS) * stride, threads * COPY_BYTES):
+            ptx.copy_16(own + offset + at, host + offset + at)
+
+
+@device
+def deliver_outputs(context, thread, threads):
+    """The rows of every output port, of live slots alone, into host memory."""
+    table, host, own = word(context, OUTPUTS), word(context, HOST_IO), word(context, IO)
+    for port in range(word(context, OUTPUT_COUNT)):
+        offset, stride = transfer_row(table, port)
+        for at in range(thread * COPY_BYTES, word(context, SLOTS) * stride, threads * COPY_BYTES):
+            if holds(word(context, ACTIVE), at // stride):
+                ptx.copy_16(host + offset + at, own + offset + at)
+
+
+@device
+def transfer_row(table, port):
+    row = table + TRANSFER_BYTES * port
+    return ptx.load_constant(row), ptx.load_constant(row + 8)
+
+
+# --- a beat -------------------------------------------------------------------------------------------------------
+def make_wave(operators: Sequence[str]) -> Any:
+    """The device function that runs a block's tasks of a wave, for these operators in the order of their opcodes."""
+    arguments = "record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch"
+    dispatch = switch("dispatch", {code: block_body(name) for code, name in enumerate(operators)}, arguments)
+
+    @device
+    def run_wave(context, first, last, scratch):
+        arenas, live = word(context, ARENAS), word(context, ACTIVE)
+        for index in range(first, last):
+            task = word(context, TASKS) + TASK_BYTES * index
+            record = word(context, PAYLOADS) + PAYLOAD_BYTES * constant_32(task)
+            dispatch(
+                constant_32(record) & 0xFFFF, record, arenas, constant_32(task + 12), constant_32(task + 16),
+                constant_32(task + 20), constant_32(task + 24), live, scratch,
+            )  # fmt: skip
+
+    return run_wave
+
+
+def make_kernel(operators: Sequence[str]) -> Callable[..., None]:
+    """The kernel specialised to a program's operator table; its one argument is the address of the context."""
+    run_wave = make_wave(operators)
+
+    def resident(context):
+        block, blocks, thread = index_of_block(), np.int64(ptx.block_count()), index_of_thread()
+        scratch = word(context, SCRATCH) + (block * THREADS + thread) * word(context, SCRATCH_BYTES)
+        # Work that all blocks share is dealt out by warps, so that little work is spread over many blocks.
+        everyone, all_threads = ((thread >> 5) * blocks + block) * 32 + (thread & 31), blocks * THREADS
+        control, waves = word(context, CONTROL_PAGE), word(context, WAVES)
+        starts = word(context, STARTS) + 4 * (waves + 2) * block
+        target, seen, started = np.int64(0), np.int64(0), np.int64(0)
+        while True:
+            if block == 0:
+                ended = np.int32(0)
+                if thread == 0:
+                    seen = await_host(context, seen)
+                    started = ptx.global_timer()
+                    if seen == 0:
+                        stop(context)
+                        ended = np.int32(1)
+                if ptx.barrier_or(ended) != 0:
+                    return
+            target += blocks
+            arrive(context, target)
+            if depart(context, target, 0, block != 0, False) != 0:
+                return
+            if block == 0:
+                copy_masks(context)
+            fetch_inputs(context, everyone, all_threads)
+            target += blocks
+            arrive(context, target)
+            first, last = np.int64(ptx.load_early_32(starts)), np.int64(ptx.load_early_32(starts + 4))
+            if depart(context, target, 0, False, False) != 0:
+                return
+            work = _view_i64(word(context, SYNC) + WORK, 1)[0]
+            if work & 2 != 0:
+                reset_slots(context, everyone, all_threads)
+                target += blocks
+                arrive(context, target)
+                if depart(context, target, 0, False, False) != 0:
+                    return
+            if work & 1 != 0:
+                for wave in range(waves):
+                    run_wave(context, first, last, scratch)
+                    target += blocks
+                    arrive(context, target)
+                    following = ptx.load_early_32(starts + 4 * (wave + 2))
+                    look = block == 0 and wave % LOOK_AT_HOST == LOOK_AT_HOST - 1
+                    if depart(context, target, wave, False, look) != 0:
+                        return
+                    first, last = last, np.int64(following)
+            if block == 0:
+                if work & 1 != 0:
+                    deliver_outputs(context, thread, THREADS)
+                ptx.barrier()
+                if thread == 0:
+                    ptx.store_relaxed_sys(control + START_NS, started)
+                    ptx.store_relaxed_sys(control + END_NS, ptx.global_timer())
+                    ptx.store_release_sys(control + OUTPUT_EPOCH, seen)
+
+    return resident

@@ -1,0 +1,257 @@
+"""The resident kernel built without a GPU: for every model of the zoo, with its registers, and its cache."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import json
+import multiprocessing
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wpk.kernel.cubin import ARCH, CAPABILITY, ENTRY, Cubin, available, build_cubin, cubin_key, read_report
+from wpk.kernel.layout import CONTEXT, LINE, STOPPED, THREADS, sync_bytes
+from wpk.ops import LIBRARY
+from wpk.ops.operator import Operator
+from wpk.ops.requirements import Selection
+from wpk.registry.models import catalog, find_model
+from wpk.registry.settings import settings
+from wpk.scheduler.compile import compile_graph
+from wpk.scheduler.program import Program
+from wpk.scheduler.target import TARGETS
+from wpk.zoo.build import build_graph
+
+needs_compiler = pytest.mark.skipif(not available(), reason="numba-cuda or ptxas is not installed")
+MODELS = sorted(catalog().builtin())
+SMALL = ("add@1", "matmul@1")
+# Limits of the kernels of today: 255 registers are all there are for 256 threads; a spill is a defect.
+MOST_REGISTERS, MOST_SPILLED, MOST_STACK = 255, 0, 0
+MOST_SECONDS = 90.0
+
+
+@functools.cache
+def program(model: str) -> Program:
+    spec = find_model(model)
+    library = Selection(spec.operators, LIBRARY)
+    return compile_graph(
+        build_graph(spec), library, TARGETS["h200"], capacity=8, steps=spec.clock.steps_per_beat
+    ).program
+
+
+@functools.cache
+def cubin(operators: tuple[str, ...]) -> Cubin:
+    return build_cubin(operators, settings().kernels)
+
+
+# --- every model --------------------------------------------------------------------------------------------------
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_the_kernel_of_a_model_is_built_within_its_limits(model: str, record_property: object) -> None:
+    made = cubin(program(model).operators)
+    print(f"{model}: {made.registers} registers, {made.spill_bytes} bytes spilled, {made.stack_bytes} of stack, "
+          f"{len(made.image)} bytes, {made.build_s} s")  # fmt: skip
+    assert made.image[:4] == b"\x7fELF"
+    assert 0 < made.registers <= MOST_REGISTERS
+    assert made.spill_bytes <= MOST_SPILLED and made.stack_bytes <= MOST_STACK
+    assert made.build_s < MOST_SECONDS
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_every_operator_has_a_body_for_the_gpu_that_compiles() -> None:
+    from numba.cuda import types
+
+    from wpk.kernel.cubin import without_device
+    from wpk.kernel.cuda_library import block_body
+
+    with without_device():
+        for operator in executed():
+            block_body(f"{operator.name}@{operator.version}").compile_device((types.int64,) * 8)
+
+
+@needs_compiler
+def test_threads_take_single_elements_where_a_part_is_a_chunk_of_them() -> None:
+    from wpk.kernel.cuda_library import _GRAINS, _grain
+
+    found = {}
+    for operator in executed():
+        body = LIBRARY.body(operator.name, operator.version, "cpu")
+        assert body is not None
+        found[operator.name] = _grain(body.function)
+    assert {found[n] for n in ("add", "sigmoid", "clamp", "select", "cast", "copy")} == {256}
+    assert {found[n] for n in ("lstm_cell", "gru_cell", "ring_shift", "depthwise_window")} == {64}
+    assert {found[n] for n in ("attention", "layer_norm", "softmax", "overlap_add", "matmul", "magnitude")} == {1}
+    assert all(hasattr(sys.modules[module], name) for module, name in _GRAINS.items())
+
+
+def executed() -> list[type[Operator]]:
+    """Operators that a kernel executes: those with a body for the CPU."""
+    found = [operator for operator in LIBRARY if LIBRARY.body(operator.name, operator.version, "cpu")]
+    assert len(found) > 50
+    return found
+
+
+# --- what is generated --------------------------------------------------------------------------------------------
+@needs_compiler
+def test_the_ptx_is_for_the_target_and_fuses_only_the_products_of_matmul() -> None:
+    from wpk.kernel.cubin import kernel_ptx
+
+    text = kernel_ptx(("add@1", "affine@1", "magnitude@1", "sigmoid@1"))
+    assert re.search(rf"^\.target {ARCH}$", text, re.M)
+    assert f".visible .entry {ENTRY}(" in text and f".maxntid {THREADS}, 1, 1" in text
+    assert "fma" not in text and not re.search(r"\b(mul|add|sub)\.f32", text)  # without .rn, ptxas might fuse
+    assert not re.search(r"\b(approx|ftz)\b", text)
+    assert "fma.rn.f32" in kernel_ptx(SMALL)
+
+
+@needs_compiler
+def test_the_dispatch_is_generated_from_the_operator_table() -> None:
+    from numba import cuda
+
+    from wpk.kernel.cubin import compile_ptx, without_device
+    from wpk.kernel.cuda_library import switch
+
+    with without_device():
+        cases = {
+            code: cuda.jit(device=True)(eval(f"lambda address: ptx.store_relaxed_gpu(address, {100 + code})", space()))
+            for code in (0, 1, 5)
+        }
+        choose = switch("choose", cases, "address")
+
+        def kernel(code, address):
+            choose(code, address)
+
+        from numba.cuda import types
+
+        text = compile_ptx(kernel, types.void(types.int64, types.int64), "probe")
+    assert {int(n) for n in re.findall(r"mov\.u64\s+%rd\d+, (\d+);", text)} >= {100, 101, 105}
+    assert len(re.findall("st.relaxed.gpu", text)) == 3
+
+
+def space() -> dict[str, object]:
+    from wpk.kernel import ptx
+
+    return {"ptx": ptx}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("read", "place"),
+    [
+        ("_parameter(record, 0)", "+92]"),
+        ("_parameter(record, 8)", "+124]"),
+        ("_stride(record, 0)", "+64]"),
+        ("_stride(record, 6)", "+88]"),
+        ("_present(record, 0)", "+8]"),
+        ("_present(record, 6)", "+56]"),
+    ],
+)
+def test_the_gpu_reads_a_payload_s_fields_where_the_record_has_them(read: str, place: str) -> None:
+    from numba.cuda import types
+
+    from wpk.kernel import cuda_library, ptx
+    from wpk.kernel.cubin import compile_ptx
+    from wpk.ops.payload import PAYLOAD
+
+    field, index = {"_par": "parameter", "_str": "stride", "_pre": "reference"}[read[:4]], int(read[-2])
+    dtype, offset, *_ = PAYLOAD.fields[field]  # type: ignore[index]
+    assert f"+{offset + index * dtype.base.itemsize}]" == place
+    names = {**vars(cuda_library), "ptx": ptx}
+    exec(f"def kernel(record, target):\n    ptx.store_relaxed_gpu(target, {read})", names)
+    text = compile_ptx(names["kernel"], types.void(types.int64, types.int64), "probe")
+    (load,) = re.findall(r"ld\.global\.nc\.u(\d+) \S+ \[(%rd\d+)\];", text)
+    width, register = load
+    assert int(width) == 8 * dtype.base.itemsize
+    assert f"add.s64 \t{register}, %rd" in text and text.split(f"add.s64 \t{register}, ")[1].split(";")[0].endswith(
+        f", {place[1:-1]}"
+    )
+
+
+@needs_compiler
+def test_the_gpu_reads_control_and_context_where_the_host_writes_them() -> None:
+    from wpk.kernel import control, resident
+
+    fields = control.CONTROL.fields
+    assert fields is not None
+    for name in ("input_epoch", "output_epoch", "start_ns", "end_ns", "poison", "stalled"):
+        assert getattr(control, name.upper()) == fields[name][1]
+    assert resident.MASKS == control.CONTROL.itemsize == 64
+    assert resident.POISON_STALLED == control.Poison.STALLED
+    assert (resident.TASK_BYTES, resident.PAYLOAD_BYTES) == (32, 128)
+    source = inspect.getsource(resident)
+    assert all(re.search(rf"\b{name.upper()}\b", source) for name in CONTEXT)  # nothing is handed over for nothing
+
+
+def test_shared_words_are_on_cache_lines_of_their_own() -> None:
+    from wpk.kernel import layout
+
+    assert [getattr(layout, name.upper()) for name in CONTEXT] == list(range(len(CONTEXT)))
+    words = sorted({layout.COUNTER, layout.WORK, layout.ARRIVED})
+    assert all(b - a >= LINE for a, b in itertools.pairwise(words))
+    assert layout.LATE_BLOCK - layout.HEARTBEAT >= LINE and layout.WATCH_BYTES >= layout.LOST + 4
+    assert sync_bytes(132) >= layout.ARRIVED + 8 * 132
+    assert np.int64(STOPPED) > 132 * 10**12  # barriers of years
+
+
+# --- the cache ----------------------------------------------------------------------------------------------------
+@needs_compiler
+def test_a_kernel_is_built_once_and_found_again(tmp_path: Path) -> None:
+    first = build_cubin(SMALL, tmp_path)
+    again = build_cubin(SMALL, tmp_path)
+    assert (first.cached, again.cached) == (False, True)
+    assert again.image == first.image and again.key == first.key == cubin_key(SMALL)
+    assert (again.registers, again.spill_bytes, again.stack_bytes) == (first.registers, 0, 0)
+    note = json.loads(first.path.with_suffix(".json").read_text())
+    assert note["operators"] == list(SMALL)
+    assert sorted(p.suffix for p in first.path.parent.iterdir()) == [".cubin", ".json", ".lock"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cubin", "json", "gone"])
+def test_a_damaged_entry_is_built_anew(tmp_path: Path, damage: str) -> None:
+    first = build_cubin(SMALL, tmp_path)
+    image = first.image
+    if damage == "gone":
+        first.path.unlink()
+    else:
+        first.path.with_suffix(f".{damage}").write_bytes(b"{}")
+    assert build_cubin(SMALL, tmp_path).cached is False
+    assert len(build_cubin(SMALL, tmp_path).image) == len(image)
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert build_cubin(SMALL, blocked / "kernels").image[:4] == b"\x7fELF"
+    assert build_cubin(SMALL, None).image[:4] == b"\x7fELF"
+
+
+def test_the_key_covers_operators_and_their_order() -> None:
+    assert cubin_key(SMALL) == cubin_key(SMALL)
+    assert len({cubin_key(o) for o in (SMALL, SMALL[::-1], ("add@1",), ("sub@1", "matmul@1"))}) == 4
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_two_processes_build_a_kernel_once(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        found = pool.starmap(build_cubin, [(SMALL, tmp_path)] * 2)
+    assert sorted(c.cached for c in found) == [False, True]
+    assert found[0].image == found[1].image
+
+
+def test_the_report_of_ptxas_is_read() -> None:
+    text = (
+        "ptxas info    : Compiling entry function 'k' for 'sm_90a'\nptxas info    : Function properties for k\n"
+        "    16 bytes stack frame, 24 bytes spill stores, 8 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size\n"
+    )
+    assert read_report(text) == (168, 16, 32)
+    assert CAPABILITY == (9, 0)
