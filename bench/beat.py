@@ -20,6 +20,7 @@ from wpk.bench.machine import commit, describe_machine
 from wpk.bench.onnx import OnnxBaseline
 from wpk.bench.results import keep
 from wpk.ir.errors import UsageError, WpkError
+from wpk.ir.progress import Progress, silent
 from wpk.kernel.cpu import available_cpus
 from wpk.registry import Cohort, find_model, load
 from wpk.registry.settings import settings
@@ -28,7 +29,6 @@ from wpk.runtime.play import audio_input, percentiles
 from wpk.zoo.baselines import BASELINES, Baseline
 from wpk.zoo.spec import ModelSpec
 
-Report = Callable[[str, int, int], None]
 ROUNDS = 8
 WARM_UP = 5  # beats at the start of a round
 LEAST_BEATS = 10  # of a round, however slow they are
@@ -46,7 +46,7 @@ def bench_beat(
     threads: int | None = None,
     baseline: str | None = None,
     out: Path | None = None,
-    report: Report = lambda what, done, total: None,
+    report: Progress = silent,
 ) -> tuple[dict[str, Any], Path]:
     """Measure a full cohort for `seconds`, and the baseline for as long; the record and the file that keeps it.
 
@@ -87,7 +87,7 @@ def chosen_baseline(model: str, runtime: str) -> Baseline:
 
 
 def _measure(
-    record: dict[str, Any], cohort: Cohort, baseline: Baseline | None, seconds: float, threads: int, report: Report
+    record: dict[str, Any], cohort: Cohort, baseline: Baseline | None, seconds: float, threads: int, report: Progress
 ) -> None:
     record |= {
         "profile": cohort.profile.id, "context": cohort.profile.context, "target": cohort.profile.target,

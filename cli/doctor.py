@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from wpk.cli.output import JsonFlag, Output, QuietFlag, Table, size
 
@@ -37,12 +39,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class Package:
-    """distribution on PyPI, the module that it brings, what it is for, and the extra that installs it (None: core)."""
+    """distribution on PyPI, the module that it brings, and what it is for."""
 
     distribution: str
     module: str
     purpose: str
-    extra: str | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How WPK asks for a package. extras: those that install it; none where WPK itself needs it."""
+
+    versions: SpecifierSet
+    extras: tuple[str, ...] = ()
+
+    @property
+    def install(self) -> str:
+        return " or ".join(f"pip install 'wpk[{extra}]'" for extra in self.extras) or "pip install wpk"
 
 
 PACKAGES = (
@@ -55,13 +68,16 @@ PACKAGES = (
     Package("filelock", "filelock", "the stores"),
     Package("platformdirs", "platformdirs", "the stores"),
     Package("packaging", "packaging", "operator versions"),
+    Package("safetensors", "safetensors", "weights"),
+    Package("huggingface_hub", "huggingface_hub", "weights of model repositories"),
     Package("soundfile", "soundfile", "recordings"),
     Package("soxr", "soxr", "recordings at other rates"),
-    Package("onnx", "onnx", "weights in ONNX files", "zoo"),
-    Package("huggingface_hub", "huggingface_hub", "weights of model repositories", "zoo"),
-    Package("onnxruntime", "onnxruntime", "baselines of `wpk bench`", "bench"),
-    Package("numba-cuda", "numba_cuda", "the GPU kernel", "cu13"),
+    Package("onnx", "onnx", "weights in ONNX files"),
+    Package("onnxruntime", "onnxruntime", "baselines of `wpk bench`"),
+    Package("numba-cuda", "numba_cuda", "the GPU kernel"),
 )
+DEVELOPERS = ("test", "oracle")  # extras that nobody is told to install
+UNSAID = Wanted(SpecifierSet())  # where nothing tells what this installation asks for
 
 
 def doctor(json: JsonFlag = False, quiet: QuietFlag = False) -> None:
@@ -110,36 +126,64 @@ def python() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Packages."""
-    wanted = requirements()
+    asked = requirements()
     for package in PACKAGES:
-        needed = package.extra is None
-        install = "pip install wpk" if needed else f"pip install 'wpk[{package.extra}]'"
+        name = package.distribution
+        wanted = asked.get(canonicalize_name(name), UNSAID)
+        needed = wanted is not UNSAID and not wanted.extras
         if importlib.util.find_spec(package.module) is None:
-            yield Finding(package.distribution, False, f"not installed; for {package.purpose}", install, needed)
+            yield Finding(name, False, f"not installed; for {package.purpose}", wanted.install, needed)
             continue
         try:
-            version = importlib.metadata.version(package.distribution)
+            version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(package.distribution, True, "a version that does not say", None, needed)
+            yield Finding(name, True, "a version that does not say", None, needed)
             continue
-        versions = wanted.get(package.distribution.lower(), "")
-        fits = SpecifierSet(versions).contains(version, prereleases=True)
-        mend = None if fits else f"pip install '{package.distribution}{versions}'"
-        yield Finding(package.distribution, fits, version if fits else f"{version}, wanted {versions}", mend, needed)
+        fits = wanted.versions.contains(version, prereleases=True)
+        mend = None if fits else f"pip install '{name}{wanted.versions}'"
+        yield Finding(name, fits, version if fits else f"{version}, wanted {wanted.versions}", mend, needed)
 
 
-def requirements() -> dict[str, str]:
-    """Package -> the versions that this installation asks for; nothing where it runs from a folder."""
+def requirements() -> dict[str, Wanted]:
+    """Package -> how this installation asks for it, by the package's canonical name.
+
+    An installed WPK says so itself; where it runs from a folder, the pyproject.toml there does, if it came along.
+    """
     try:
         lines = importlib.metadata.requires("wpk") or []
+        extras = importlib.metadata.metadata("wpk").get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
-        return {}
-    return {found.name.lower(): str(found.specifier) for found in map(Requirement, lines)}
+        lines, extras = _folder_requirements(Path(__file__).resolve().parents[1] / "pyproject.toml")
+    found: dict[str, Wanted] = {}
+    for line in map(Requirement, lines):
+        chosen = [e for e in extras if line.marker is None or line.marker.evaluate({"extra": e})]
+        core = line.marker is None or line.marker.evaluate({"extra": ""})
+        if not core and set(chosen) <= set(DEVELOPERS):  # also where it is for other systems than this
+            continue
+        name = canonicalize_name(line.name)
+        known = found.get(name)
+        core = core or (known is not None and not known.extras)
+        own = () if core else tuple(e for e in chosen if e not in DEVELOPERS)
+        versions = line.specifier & known.versions if known else line.specifier
+        found[name] = Wanted(versions, () if core else (*(known.extras if known else ()), *own))
+    return found
+
+
+def _folder_requirements(path: Path) -> tuple[list[str], list[str]]:
+    """What an installed WPK's metadata would say: the lines of requirements, and the extras."""
+    if not path.is_file():
+        return [], []
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    optional: dict[str, list[str]] = project["optional-dependencies"]
+    lines = [f"{line}; extra == '{extra}'" for extra, listed in optional.items() for line in listed]
+    return [*project["dependencies"], *lines], list(optional)
 
 
 def numba_compiles() -> Iterator[Finding]:
     """Numba compiles."""
-    mend = "pip install --force-reinstall 'numba>=0.65' 'numpy<2.5'"
+    asked = requirements()
+    wanted = " ".join(f"'{name}{asked.get(name, UNSAID).versions}'" for name in ("numba", "numpy"))
+    mend = f"pip install --force-reinstall {wanted}"
     try:
         import numba
 
@@ -175,7 +219,7 @@ def gpu() -> Iterator[Finding]:
     if isinstance(listed, str):
         mend = (
             "none is needed: models run on the CPU. For a GPU, use a machine with an NVIDIA H100 or H200 and its "
-            "driver, and pip install 'wpk[cu13]'"
+            f"driver, and {requirements().get('numba-cuda', UNSAID).install}"
         )
         yield Finding("gpu", False, listed, mend, needed=False)
         return

@@ -21,11 +21,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
 from wpk.ir.errors import CapacityError, UsageError, WpkError
+from wpk.ir.progress import Progress, silent
 
 DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -63,12 +64,6 @@ class Fields:
 Block = Table | Fields | str
 
 
-class Report(Protocol):
-    """Told what is being done now, and how far: done and total in any unit, total 0 where it isn't known."""
-
-    def __call__(self, what: str, done: int, total: int) -> None: ...
-
-
 @dataclass(frozen=True)
 class Output:
     """How this command speaks: json and quiet are its two flags."""
@@ -96,16 +91,17 @@ class Output:
             write(sys.stderr, f"note: {text}\n")
 
     @contextmanager
-    def progress(self) -> Iterator[Report]:
+    def progress(self) -> Iterator[Progress]:
         """A report function that draws on stderr where that is a terminal, and does nothing elsewhere."""
         if self.quiet or not sys.stderr.isatty():
-            yield lambda what, done, total: None
+            yield silent
             return
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
 
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=None)
 
             def report(what: str, done: int, total: int) -> None:

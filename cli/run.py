@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from wpk.cli.output import Block, Fields, JsonFlag, Output, QuietFlag, Report, Table, refuse
+from wpk.cli.output import Block, Fields, JsonFlag, Output, QuietFlag, Table, refuse
 from wpk.cli.profile import Context, Model, Target
 
 if TYPE_CHECKING:
+    from wpk.ir.progress import Progress
     from wpk.runtime.audio import AudioInfo
     from wpk.runtime.play import Recording
     from wpk.zoo.spec import ModelSpec
@@ -105,7 +106,7 @@ def run(
     sink.result(fields, names=[profile.id], blocks=_blocks(fields))
 
 
-def fetch(spec: ModelSpec, report: Report) -> None:
+def fetch(spec: ModelSpec, report: Progress) -> None:
     """Pull a model's weights if they are not here, with progress."""
     from wpk.registry.settings import settings
     from wpk.registry.weights import WeightsStore
@@ -116,7 +117,7 @@ def fetch(spec: ModelSpec, report: Report) -> None:
 
 
 def _read(
-    wav: Sequence[Path], sample: bool, sample_rate: int, report: Report
+    wav: Sequence[Path], sample: bool, sample_rate: int, report: Progress
 ) -> tuple[list[Recording], list[AudioInfo]]:
     """The recordings at the model's rate, and what the files were; those of --sample come last."""
     from wpk.registry.settings import settings

@@ -51,7 +51,7 @@ def _names_unique(graph: Graph, library: Library) -> Iterator[Breach]:
 
 def _types_follow(graph: Graph, library: Library) -> Iterator[Breach]:
     for node in graph.nodes:
-        operator = library.resolve(node.op)
+        operator = library.resolve(node.op, node.version)
         try:
             operator.check_weights([v.weight for v in node.inputs])
             types = operator.infer([v.type for v in node.inputs], node.attributes)

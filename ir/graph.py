@@ -117,9 +117,9 @@ class ResolvedOperator(Protocol):
 
 
 class Library(Protocol):
-    """Operators by name; which version a name means was settled by the model's requirements."""
+    """Operators by name; which version a bare name means was settled by the model's requirements."""
 
-    def resolve(self, name: str) -> ResolvedOperator: ...
+    def resolve(self, name: str, version: int | None = None) -> ResolvedOperator: ...
 
 
 @dataclass

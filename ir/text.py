@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Iterator
 
@@ -48,15 +49,18 @@ def _lines(graph: Graph) -> Iterator[str]:
 
 
 def _attribute(value: Attribute) -> str:
-    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
-        return f"float({str(value)!r})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_attribute, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, float) and math.isnan(value):
+        return "float('nan')"
+    if isinstance(value, float) and math.isinf(value):
+        return "1e999" if value > 0 else "-1e999"  # the literals that read as infinity
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 _LEAF = re.compile(r"(input|weight|register|ring|cache) %(\d+): (\S+) (\".*\")$")
 _END = re.compile(r"(output|update|initial) %(\d+) (\".*\")$")
 _NODE = re.compile(r"(?P<results>%.*?) = (?P<op>\w+)@(?P<version>\d+)\((?P<inputs>[^)]*)\)(?P<rest>.*)$")
-_FLOAT = re.compile(r"float\('(-?inf|nan)'\)$")
 
 
 class _Parser:
@@ -158,10 +162,11 @@ def parse_graph(text: str) -> Graph:
 
 def _parse_attributes(text: str) -> tuple[dict[str, Attribute], str]:
     """`{k=v, ...}` at the start of the text, and what follows it."""
-    depth, quoted, at = 0, False, 0
+    depth, quoted, escaped, at = 0, False, False, 0
     pieces: list[str] = [""]
     for at, char in enumerate(text):
-        quoted ^= char == '"' and text[at - 1] != "\\"
+        quoted ^= char == '"' and not escaped
+        escaped = quoted and char == "\\" and not escaped
         if not quoted:
             depth += (char in "{(") - (char in "})")
             if depth == 0:
@@ -176,6 +181,8 @@ def _parse_attributes(text: str) -> tuple[dict[str, Attribute], str]:
         key, equals, value = piece.strip().partition("=")
         if not equals:
             raise ValueError(f"{piece!r} is no attribute")
-        special = _FLOAT.match(value)
-        attrs[key] = float(special[1]) if special else ast.literal_eval(value)
+        if value == "float('nan')":
+            attrs[key] = math.nan
+        else:
+            attrs[key] = json.loads(value) if value.startswith('"') else ast.literal_eval(value)
     return attrs, text[at + 1 :].strip()

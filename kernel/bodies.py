@@ -31,7 +31,7 @@ def source_digest() -> str:
     from wpk.kernel import atomics, control, cpu
     from wpk.scheduler import program
 
-    parts = [f"{cls.name}@{cls.version}:{LIBRARY.digest(cls.name, cls.version)}" for cls in LIBRARY]
+    parts = [f"{cls.name}@{cls.version}:{LIBRARY.digest(cls.name, cls.version, 'cpu')}" for cls in LIBRARY]
     parts += [inspect.getsource(module) for module in (atomics, control, cpu, program)] + [numba.__version__]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

@@ -12,8 +12,8 @@
          56  u64  reserved
 
 Two masks follow, `mask_words` words each: `active` (the slots that hold a session) and `reset` (the slots whose state
-is replaced by the initial image before the next beat). Epochs only grow, so a stale value is never taken for a new
-one. Host writes: input_epoch, poison, masks; the rest is the kernel's.
+is replaced by the initial image before the next beat; the CPU kernel's host copies at once instead). Epochs only grow,
+so a stale value is never taken for a new one. Host writes: input_epoch, poison, masks; the rest is the kernel's.
 """
 
 from __future__ import annotations

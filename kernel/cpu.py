@@ -20,7 +20,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from wpk.ir.errors import KernelError, ProgramError
+from wpk.ir.errors import KernelError, ProgramError, UsageError
 from wpk.kernel.atomics import (
     add_release,
     call_body,
@@ -37,6 +37,7 @@ from wpk.ops.payload import PAYLOAD, Arena
 from wpk.scheduler.program import TASK, Program
 
 SCRATCH_BYTES = 64 * 1024
+LARGEST_GAP = 8  # vacant slots that are computed rather than end a run
 SPINS = 4000  # polls before a waiting thread sleeps: about 10 us
 JOIN_S = 5.0  # how long the end waits for threads that are inside a body
 TASK_BYTES, PAYLOAD_BYTES = TASK.itemsize, PAYLOAD.itemsize
@@ -126,6 +127,19 @@ def _beat(context, epoch, scratch):
     return poison
 
 
+def _skip(context, epoch):
+    """A beat without sessions: epochs move on and there is nothing to take."""
+    control, progress = context[_CONTROL], context[_PROGRESS]
+    store_release(progress + DONE, epoch * context[_COUNT])
+    store_release(progress + TICKET, epoch * context[_COUNT])
+    now = monotonic_ns()
+    view_i64(control + START_NS, 1)[0] = now
+    view_i64(control + END_NS, 1)[0] = now
+    store_release(control, epoch)
+    store_release(control + 8, epoch)
+    return np.int64(0)
+
+
 def _helper(context, scratch, patience_us):
     """A persistent thread: wait for the next input epoch, help with it, until poisoned."""
     control = context[_CONTROL]
@@ -137,7 +151,8 @@ def _helper(context, scratch, patience_us):
                 return
             idle += 1
             if idle > SPINS:
-                sleep_us(patience_us)
+                # Nobody waits for a helper, so one that is long idle may sleep longer: up to a millisecond.
+                sleep_us(min(patience_us + idle - SPINS, 1000))
             continue
         seen, idle = epoch, 0
         if _run_items(context, epoch, scratch) != 0:
@@ -145,16 +160,17 @@ def _helper(context, scratch, patience_us):
 
 
 _WORDS = types.Array(types.int64, 1, "C")
-LOOPS = {
+LOOPS: dict[Callable[..., Any], Any] = {
     _beat: types.int64(_WORDS, types.int64, types.int64),
     _helper: types.void(_WORDS, types.int64, types.int64),
+    _skip: types.int64(_WORDS, types.int64),
 }
 
 
 class CpuKernel:
     """A program resident in host memory.
 
-    arenas: one byte array each, in the order of `wpk.ops.payload.Arena`, of the sizes that the program names. images:
+    arenas: one byte array each, in the order of `wpk.ops.payload.Arena`, of the sizes that the program names. image:
     the initial bytes of one slot's state. threads: caller included; None takes the processors that this process may
     use. budget_s: the longest that a beat may wait for one wave before it is poisoned.
     """
@@ -172,13 +188,15 @@ class CpuKernel:
         wanted = [program.arenas[a] for a in Arena]
         if any(len(memory) < size for memory, size in zip(arenas, wanted, strict=True)):
             raise ProgramError("arenas do not fit the program", wanted=wanted, found=[len(a) for a in arenas])
+        if threads is not None and threads < 1:
+            raise UsageError("a number of threads", wanted="at least 1", found=threads)
         self.program, self.arenas, self.image = program, arenas, image
         self.control = ControlPage(program.slots)
         self.threads = max(1, min(threads or available_cpus(), program.blocks))
         self._epoch = 0
         self._lock = threading.Lock()
         self._keep: list[Any] = []
-        functions, (self._run_beat, helper) = compile_kernel(program.operators, LOOPS, cache)
+        functions, (self._run_beat, helper, self._run_nothing) = compile_kernel(program.operators, LOOPS, cache)
         self._context = self._build_context(functions, budget_s)
         self._scratch = [aligned_bytes(SCRATCH_BYTES) for _ in range(self.threads)]
         # Compiled threads touch memory that the interpreter would free: each holds on to it until it ends, and they
@@ -215,7 +233,7 @@ class CpuKernel:
                 if self._run_beat(self._context, self._epoch, self._scratch[0].ctypes.data):
                     raise self._stopped()
             else:
-                self._skip()
+                self._run_nothing(self._context, self._epoch)
             self.control["steps"] = self.control["steps"] + self.program.steps
             return self.control["end_ns"] - self.control["start_ns"]
 
@@ -229,20 +247,18 @@ class CpuKernel:
         self._end()
 
     # --- helpers ------------------------------------------------------------------------------------------------
-    def _skip(self) -> None:
-        """A beat without sessions: epochs move on, threads have nothing to take."""
-        now = time.monotonic_ns()
-        count = int(self._context[_COUNT])
-        self._progress.view("<i8")[[TICKET // 8, DONE // 8]] = self._epoch * count
-        self.control["start_ns"] = self.control["end_ns"] = now
-        self.control["input_epoch"] = self.control["output_epoch"] = self._epoch
-
     def _set_runs(self) -> None:
-        """Runs of occupied slots, as pairs [start, end)."""
+        """Runs of slots to compute, as pairs [start, end): those that are occupied, and short gaps between them.
+
+        What a vacant slot computes harms nobody and is gone when somebody joins it; but each run reads the weights
+        again and leaves tiles half empty, so that a cohort with many gaps would be slower than a full one.
+        """
         occupied = np.unpackbits(self.control.active.view(np.uint8), bitorder="little")
-        edges = np.flatnonzero(np.diff(occupied, prepend=0, append=0))
-        self._runs[0] = len(edges) // 2
-        self._runs[1 : 1 + len(edges)] = edges
+        starts, ends = np.flatnonzero(np.diff(occupied, prepend=0, append=0)).reshape(-1, 2).T
+        wide = np.flatnonzero(starts[1:] - ends[:-1] > LARGEST_GAP)
+        runs = np.stack([starts[np.append(0, wide + 1)], ends[np.append(wide, -1)]], axis=1) if len(starts) else starts
+        self._runs[0] = len(runs)
+        self._runs[1 : 1 + runs.size] = runs.reshape(-1)
 
     def _stopped(self) -> KernelError:
         reason, stalled = self.control["poison"], self.control["stalled"]

@@ -1,6 +1,7 @@
 """The operator library: a file per family. Importing this package declares every operator of `LIBRARY`."""
 
 from wpk.ops import (
+    attention,
     blockwise,
     constants,
     elementwise,
@@ -19,6 +20,6 @@ from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, opera
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
-    "blockwise", "constants", "elementwise", "filterbank", "index", "linear", "norm", "recurrent", "reduce", "shape",
-    "spectral", "streaming", "words",
+    "attention", "blockwise", "constants", "elementwise", "filterbank", "index", "linear", "norm", "recurrent",
+    "reduce", "shape", "spectral", "streaming", "words",
 ]  # fmt: skip

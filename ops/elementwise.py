@@ -16,9 +16,10 @@ import numpy as np
 from wpk.ir.errors import GraphError
 from wpk.ir.types import DType, Type
 from wpk.ops import math32, scalars
+from wpk.ops.legal import FINITE, NUMBERS, DTypes, common, first_broken
 from wpk.ops.memory import view_f32, view_i32
 from wpk.ops.operator import LIBRARY, Array, Body, Dims, Extent, Operator, attr, operand, operator
-from wpk.ops.payload import address, parameter, parameter_f32
+from wpk.ops.payload import address, decode_float, parameter, parameter_f32
 from wpk.ops.scalars import Scalar
 
 CHUNK = 256  # elements of a part
@@ -62,6 +63,10 @@ class Unary(Elementwise):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         return (4 * parameters[0],) * 2
 
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        return first_broken(*common(cls, parameters, present, words=1 + len(cls.semantic_parameters)))
+
 
 class Binary(Elementwise):
     """Base of y = f(a, b) with suffix broadcast. Parameters: result, a and b elements, 1 for i32 operands."""
@@ -72,7 +77,8 @@ class Binary(Elementwise):
             raise GraphError(f"{self.name}: operands of one dtype", wanted=f"b {a.dtype.value}", found=b)
         return (Type(self.result_dtype(a.dtype), broadcast(self.name, a, b)),)
 
-    def result_dtype(self, operands: DType) -> DType:
+    @classmethod
+    def result_dtype(cls, operands: DType) -> DType:
         return operands
 
     def parameters(self, *types: Type) -> tuple[int | float, ...]:
@@ -82,6 +88,23 @@ class Binary(Elementwise):
     @classmethod
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         return (4 * parameters[1], 4 * parameters[2], 4 * parameters[0])
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        y, a, b, integers = parameters[:4]
+        return first_broken(
+            *common(cls, parameters, present, words=4, sizes=3),
+            ("the larger operand to be as large as the result", y == max(a, b)),
+            ("the smaller operand to divide the larger", max(a, b) % max(min(a, b), 1) == 0),
+            ("integers 0 or 1", integers in (0, 1)),
+        )
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        one = given[0]
+        if one is None or (parameters[3] != 0) != (one is not DType.F32):
+            one = DType.I32 if parameters[3] else DType.F32
+        return (one, one, cls.result_dtype(one))
 
 
 # --- bodies -------------------------------------------------------------------------------------------------------
@@ -234,7 +257,8 @@ def _declare_binary(
         a = operand("...", dtypes=kinds)
         b = operand("...", dtypes=kinds)
 
-        def result_dtype(self, operands: DType) -> DType:
+        @classmethod
+        def result_dtype(cls, operands: DType) -> DType:
             return operands if made is None else made
 
         def meaning(self, a: Array, b: Array) -> Array:
@@ -263,6 +287,7 @@ class Clamp(Unary):
     x = operand("...")
     lo: float = attr()
     hi: float = attr()
+    semantic_parameters: ClassVar = {1: NUMBERS, 2: NUMBERS}
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         if not self.lo <= self.hi:
@@ -275,6 +300,11 @@ class Clamp(Unary):
     def parameters(self, *types: Type) -> tuple[int | float, ...]:
         return (types[0].size, self.lo, self.hi)
 
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        bounds = decode_float(parameters[1]) <= decode_float(parameters[2])
+        return first_broken(*common(cls, parameters, present, words=3), ("lo <= hi", bounds))
+
 
 @operator("affine", version=1)
 class Affine(Unary):
@@ -283,6 +313,7 @@ class Affine(Unary):
     x = operand("...")
     scale: float = attr(1.0)
     offset: float = attr(0.0)
+    semantic_parameters: ClassVar = {1: FINITE, 2: FINITE}
 
     def meaning(self, x: Array) -> Array:
         return scalars.affine64(x, self.scale, self.offset)
@@ -297,6 +328,7 @@ class LeakyRelu(Unary):
 
     x = operand("...")
     slope: float = attr(0.01)
+    semantic_parameters: ClassVar = {1: FINITE}
 
     def meaning(self, x: Array) -> Array:
         return scalars.leaky_relu64(x, self.slope)

@@ -16,10 +16,16 @@ from wpk.ops.operator import LIBRARY, Array, make
 
 
 def evaluate(nodes: Iterable[Node], values: dict[int, Array]) -> dict[int, Array]:
-    """Add every node's results to `values` (value id -> array); returns it."""
+    """Add every node's results to `values` (value id -> array); returns it.
+
+    Arithmetic is float64 whatever the arrays are; what only moves values keeps their dtype.
+    """
     for node in nodes:
         operator = make(LIBRARY.get(node.op, node.version), node.attributes)
-        result = operator.meaning(*(values[v.id] for v in node.inputs))
+        inputs = [values[v.id] for v in node.inputs]
+        if not operator.layout_only:
+            inputs = [a.astype(np.float64) if a.dtype == np.float32 else a for a in inputs]
+        result = operator.meaning(*inputs)
         results = result if isinstance(result, tuple) else (result,)
         for value, array in zip(node.outputs, results, strict=True):
             values[value.id] = np.asarray(array).reshape(value.type.shape)

@@ -8,6 +8,7 @@ import numpy as np
 
 from wpk.ir.errors import GraphError
 from wpk.ir.types import DType, Type
+from wpk.ops.legal import DTypes, common, first_broken
 from wpk.ops.operator import Array, Cost, Dims, Operator, body, operand, operator
 from wpk.ops.payload import operand_i32, parameter
 from wpk.ops.shape import WORDS
@@ -15,6 +16,10 @@ from wpk.ops.shape import WORDS
 
 class Lookup(Operator):
     """Base. Parameters: rows of the table, words of a row, number of indices."""
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        return first_broken(*common(cls, parameters, present, words=3))
 
     def cost(self, *types: Type) -> Cost:
         (y,) = self.infer(types)
@@ -45,6 +50,10 @@ class Gather(Lookup):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         rows, width, count = parameters[:3]
         return (4 * rows * width, 4 * count, 4 * count * width)
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (*given[:2], given[0])
 
 
 @body(Gather)

@@ -7,12 +7,14 @@ contiguous window of its input: it is a matrix product whose rows overlap in mem
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import Type, f32
+from wpk.ops.legal import ANY_I32, POSITIVE, common, first_broken
 from wpk.ops.memory import view_i64
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import address, parameter, present
@@ -55,11 +57,11 @@ class Linear(Operator):
 
 @operator("conv1d", version=1)
 class Conv1d(Operator):
-    """Cross-correlation over time, y[t] = act(sum_i W[:, :, i] x[t*stride + i - pad_left] + b), zeros outside.
+    """Cross-correlation over time, y[t] = act(sum_i W[:, :, i] x[t*stride + i*dilation - pad_left] + b).
 
-    x [t, c] f32, weight [n, c, taps] (PyTorch order), bias [n]; y [frames, n] with
-    frames = (t + pad_left + pad_right - taps) // stride + 1. History of a stream is concatenated in front by the
-    caller (`concat` of a ring and the new frames).
+    x [t, c] f32, zeros outside; weight [n, c, taps] (PyTorch order), bias [n]; y [frames, n] with
+    frames = (t + pad_left + pad_right - reach) // stride + 1, reach = (taps - 1) * dilation + 1.
+    History of a stream is concatenated in front by the caller (`concat` of a ring and the new frames).
     """
 
     x = operand("t c", weight=False)
@@ -68,20 +70,26 @@ class Conv1d(Operator):
     stride: int = attr(1)
     pad_left: int = attr(0)
     pad_right: int = attr(0)
+    dilation: int = attr(1)
     activation: str = attr("none")
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         _check_activation(self.name, self.activation)
-        if self.stride < 1 or self.pad_left < 0 or self.pad_right < 0:
-            raise GraphError("conv1d: stride and padding", wanted="stride >= 1, padding >= 0", found=self)
-        room = dims["t"] + self.pad_left + self.pad_right - dims["i"]
-        if room < 0:
-            raise GraphError("conv1d: fewer frames than taps", wanted=f">= {dims['i']}", found=dims.like("x"))
-        return (f32(room // self.stride + 1, dims["n"]),)
+        if self.stride < 1 or self.dilation < 1 or self.pad_left < 0 or self.pad_right < 0:
+            wanted = "stride >= 1, dilation >= 1, padding >= 0"
+            raise GraphError("conv1d: stride, dilation and padding", wanted=wanted, found=self)
+        if self._frames(dims["t"], dims["i"]) < 1:
+            wanted = f">= {(dims['i'] - 1) * self.dilation + 1} frames with the padding"
+            raise GraphError("conv1d: fewer frames than taps", wanted=wanted, found=dims.like("x"))
+        return (f32(self._frames(dims["t"], dims["i"]), dims["n"]),)
+
+    def _frames(self, frames: int, taps: int) -> int:
+        return (frames + self.pad_left + self.pad_right - (taps - 1) * self.dilation - 1) // self.stride + 1
 
     def meaning(self, x: Array, weight: Array, bias: Array | float = 0.0) -> Array:
         padded = np.pad(x, ((self.pad_left, self.pad_right), (0, 0)))
-        windows = np.lib.stride_tricks.sliding_window_view(padded, weight.shape[2], axis=0)[:: self.stride]
+        reach = (weight.shape[2] - 1) * self.dilation + 1
+        windows = np.lib.stride_tricks.sliding_window_view(padded, reach, axis=0)[:: self.stride, :, :: self.dilation]
         return ACTIVATION_MEANING[self.activation](np.einsum("tci,nci->tn", windows, weight) + bias)
 
     def cost(self, *types: Type) -> Cost:
@@ -90,7 +98,9 @@ class Conv1d(Operator):
 
     def expand(self, g: GraphBuilder, x: Value, weight: Value, *bias: Value) -> Value:
         n, c, taps = weight.type.shape
-        frames = (x.type.shape[0] + self.pad_left + self.pad_right - taps) // self.stride + 1
+        frames = self._frames(x.type.shape[0], taps)
+        if self.dilation > 1 and taps > 1:
+            return self._expand_dilated(g, x, weight, bias, frames)
         by_time = g.op("reshape", g.op("transpose", weight, axes=(0, 2, 1)), shape=(n, taps * c))
         return g.op(
             "matmul", x, g.op("pack_panels", by_time), *bias,
@@ -98,11 +108,30 @@ class Conv1d(Operator):
             activation=self.activation, roles=BIAS if bias else 0,
         )  # fmt: skip
 
+    def _expand_dilated(
+        self, g: GraphBuilder, x: Value, weight: Value, bias: tuple[Value, ...], frames: int
+    ) -> Value:  # fmt: skip
+        """A tap at a time, each adding to the sum of those before: a dilated window is not one run of memory."""
+        n, c, taps = weight.type.shape
+        total: tuple[Value, ...] = ()
+        for tap in range(taps):
+            rows = g.op("reshape", g.op("slice", weight, axis=2, start=tap, stop=tap + 1), shape=(n, c))
+            once = bias if tap == 0 else ()
+            roles = (BIAS if once else 0) | (RESIDUAL if total else 0)
+            pad = (self.pad_left - tap * self.dilation) * c
+            y = g.op(
+                "matmul", x, g.op("pack_panels", rows), *once, *total,
+                n=n, k=c, frames=frames, step=self.stride * c, pad=pad, roles=roles,
+            )  # fmt: skip
+            total = (y,)
+        return total[0] if self.activation == "none" else g.op(self.activation, total[0])
+
 
 @operator("pack_panels", version=1)
 class PackPanels(Operator):
     """A weight [n, k] in the order in which `matmul` reads it: [ceil(n/16), k, 16], zero-padded columns."""
 
+    layout_only = True
     weight = operand("n k", weight=True)
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
@@ -132,6 +161,7 @@ class Matmul(Operator):
     pad: int = attr()
     activation: str = attr("none")
     roles: int = attr(0)
+    semantic_parameters: ClassVar = {2: POSITIVE, 3: ANY_I32, 7: range(len(ACTIVATIONS))}  # windows are clipped to x
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         _check_activation(self.name, self.activation)
@@ -187,6 +217,19 @@ class Matmul(Operator):
         panels = -(-n // PANEL)
         bias, second, residual = (size if roles & bit else 0 for bit, size in ((BIAS, n), (SECOND, k2), (RESIDUAL, n)))
         return (4 * size, 4 * panels * (k + k2) * PANEL, 4 * bias, 4 * second, 4 * frames * residual, 4 * frames * n)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        frames, k, _, pad, size, k2, n, _, roles = parameters
+        there = [bit for bit, place in ((BIAS, 2), (SECOND, 3), (RESIDUAL, 4)) if place < operands and present[place]]
+        whole = (frames, pad, size) == (1, 0, k)
+        return first_broken(
+            *common(cls, parameters, present, words=9, operands=6, optional=(2, 3, 4)),
+            ("size and n >= 1", min(size, n) >= 1),
+            ("the operands that the roles name", roles == sum(there)),
+            ("k2 >= 1 with a second operand, else 0", k2 >= 1 if SECOND in there else k2 == 0),
+            ("one whole window with a second operand", whole or SECOND not in there),
+        )
 
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:

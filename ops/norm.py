@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from wpk.ir.errors import GraphError
 from wpk.ir.types import Type
+from wpk.ops.legal import FINITE, NOT_NEGATIVE, POSITIVE, common, first_broken
 from wpk.ops.math32 import F
 from wpk.ops.memory import view_f32
 from wpk.ops.operator import Array, Cost, Dims, attr, body, operand, operator
@@ -52,6 +54,7 @@ class LayerNorm(Norm):
     weight = operand("d")
     bias = operand("d", optional=True)
     eps: float = attr(1e-5)
+    semantic_parameters: ClassVar = {2: NOT_NEGATIVE}
 
     def meaning(self, x: Array, weight: Array, bias: Array | float = 0.0) -> Array:
         centred = x - x.mean(axis=-1, keepdims=True)
@@ -91,6 +94,7 @@ class RmsNorm(KeptRows):
     weight = operand("d")
     eps: float = attr(1e-5)
     offset: float = attr(0.0)
+    semantic_parameters: ClassVar = {2: NOT_NEGATIVE, 3: FINITE}
 
     def meaning(self, x: Array, weight: Array) -> Array:
         return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self.eps) * (self.offset + weight)
@@ -134,6 +138,7 @@ class GroupNorm(Norm):
     bias = operand("c")
     groups: int = attr()
     eps: float = attr(1e-5)
+    semantic_parameters: ClassVar = {2: POSITIVE, 3: NOT_NEGATIVE}
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         x = dims.like("x")
@@ -151,6 +156,14 @@ class GroupNorm(Norm):
 
     def parameters(self, *types: Type) -> tuple[int | float, ...]:
         return (*super().parameters(*types), self.groups, self.eps)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        _, c, groups = parameters[:3]
+        return first_broken(
+            *common(cls, parameters, present, words=4),
+            ("groups to divide the channels", c % max(groups, 1) == 0),
+        )
 
 
 @body(GroupNorm)

@@ -12,7 +12,7 @@
 
 An operator is either *expanded* into simpler ones (`expand`), or executed by a *body* per target. A body works on
 the 128-byte payload; the operator says how it is filled (`parameters`, `parts`) and, from those parameters alone,
-which bytes a body touches (`extents`, `part_writes`), so that the static checks need nothing but the bytes.
+which are safe (`legal`) and which bytes a body touches (`extents`, `part_writes`): static checks need only bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from wpk.ir.errors import GraphError, OperatorError
 from wpk.ir.graph import Attribute, GraphBuilder
 from wpk.ir.types import DType, Type
 from wpk.ops.digest import source_digest
+from wpk.ops.legal import Domain, DTypes
 from wpk.ops.payload import OPERANDS, PARAMETERS
 
 Array = NDArray[Any]
@@ -119,9 +120,11 @@ class Operator:
     version: ClassVar[int]
     operands: ClassVar[tuple[Operand, ...]] = ()
     result_count: ClassVar[int] = 1
+    layout_only: ClassVar[bool] = False  # moves values and computes none: weights keep their dtype through it
     state_operands: ClassVar[tuple[int, ...]] = ()  # read (and written) in place: caches, recurrent state
     alias: ClassVar[Mapping[int, int]] = {}  # result -> operand whose storage it must share
     inplace: ClassVar[Mapping[int, int]] = {}  # result -> operand whose storage it may share, element by element
+    semantic_parameters: ClassVar[Mapping[int, Domain]] = {}  # words that change no byte touched, and what they may be
 
     # --- meaning ------------------------------------------------------------------------------------------------
     def results(self, dims: Dims) -> tuple[Type, ...]:
@@ -166,6 +169,20 @@ class Operator:
         `operands` is the payload's count; entries of absent operands are ignored.
         """
         raise NotImplementedError(cls.name)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        """What a payload wants that a body could not execute safely, or None (see `wpk.ops.legal`).
+
+        Every operator with a body says so, of all nine words (floats as their bits) and of which of the `operands`
+        are there: bodies trust their payload, and `extents` shows only what it uses.
+        """
+        raise NotImplementedError(f"{cls.name}: an operator with a body declares which payloads are legal")
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        """The dtype that each payload operand must have where they have `given`: by default, results f32."""
+        return (*given[: len(given) - cls.result_count], *[DType.F32] * cls.result_count)
 
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
@@ -297,11 +314,15 @@ class OperatorLibrary:
     def targets(self, name: str, version: int) -> list[str]:
         return sorted({t for b in self._bodies.get((name, version), []) for t in b.targets})
 
-    def digest(self, name: str, version: int) -> str:
-        """SHA-256 of all that decides what an operator computes: its class, its bodies and what they refer to."""
+    def digest(self, name: str, version: int, target: str | None = None) -> str:
+        """SHA-256 of all that decides what an operator computes: its class, its bodies and what they refer to.
+
+        target: "cpu" leaves out bodies of other kinds of target; a GPU may run a CPU's body, so it counts there too.
+        """
         cls = self.get(name, version)
-        functions = [b.function for b in self._bodies.get((name, version), [])]
-        return source_digest(f"{name}@{version}", cls.__mro__[: cls.__mro__.index(Operator)], functions)
+        bodies = self._bodies.get((name, version), [])
+        counted = [b.function for b in bodies if target != "cpu" or "cpu" in b.targets]
+        return source_digest(f"{name}@{version}", cls.__mro__[: cls.__mro__.index(Operator)], counted)
 
 
 LIBRARY = OperatorLibrary()

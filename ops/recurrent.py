@@ -11,6 +11,7 @@ from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import Type, f32
 from wpk.ops import math32
+from wpk.ops.legal import common, first_broken
 from wpk.ops.linear import BIAS, SECOND
 from wpk.ops.memory import view_f32
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
@@ -97,6 +98,10 @@ class LstmCell(Operator):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         n = parameters[0]
         return (16 * n, 4 * n, 4 * n, 4 * n)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        return first_broken(*common(cls, parameters, present, words=1))
 
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
@@ -215,6 +220,10 @@ class GruCell(Operator):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         n = parameters[0]
         return (12 * n, 12 * n, 4 * n, 4 * n)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        return first_broken(*common(cls, parameters, present, words=1))
 
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from wpk.ir.types import DType, Type
 from wpk.ops import math32
+from wpk.ops.legal import DTypes, common, first_broken
 from wpk.ops.math32 import F
 from wpk.ops.memory import view_f32
 from wpk.ops.operator import LIBRARY, Array, Body, Cost, Dims, Extent, Operator, body, operand, operator
@@ -108,7 +109,8 @@ class Rows(Operator):
     def results(self, dims: Dims) -> tuple[Type, ...]:
         return (Type(self.result_dtype(), dims.like("x").shape[:-1]),)
 
-    def result_dtype(self) -> DType:
+    @classmethod
+    def result_dtype(cls) -> DType:
         return DType.F32
 
     def cost(self, *types: Type) -> Cost:
@@ -126,6 +128,14 @@ class Rows(Operator):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         rows, d = parameters[:2]
         return (4 * rows * d, 4 * rows)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        return first_broken(*common(cls, parameters, present, words=2 + len(cls.semantic_parameters)))
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (*given[:-1], cls.result_dtype())
 
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
@@ -192,7 +202,8 @@ class ArgMax(Rows):
 
     x = operand("... d")
 
-    def result_dtype(self) -> DType:
+    @classmethod
+    def result_dtype(cls) -> DType:
         return DType.I32
 
     def meaning(self, x: Array) -> Array:

@@ -38,6 +38,6 @@ class Selection:
                 hint="`wpk ops list` shows what there is; install the wpk that the model was written for.",
             )
 
-    def resolve(self, name: str) -> Resolved:
-        """The operator of that name. Raises OperatorError where there is none."""
-        return Resolved(self._library.get(name, self._chosen.get(name)))
+    def resolve(self, name: str, version: int | None = None) -> Resolved:
+        """The operator of that name; the chosen version where none is named. Raises OperatorError without one."""
+        return Resolved(self._library.get(name, self._chosen.get(name) if version is None else version))

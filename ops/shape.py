@@ -11,6 +11,7 @@ import numpy as np
 from wpk.ir.errors import GraphError
 from wpk.ir.types import ANY, DType, Type, f32
 from wpk.ops.elementwise import Unary
+from wpk.ops.legal import POSITIVE, DTypes, common, first_broken, is_permutation, moved
 from wpk.ops.math32 import INT
 from wpk.ops.operator import LIBRARY, Array, Body, Cost, Dims, Operator, attr, body, operand, operator
 from wpk.ops.payload import operand_f32, operand_i32, parameter
@@ -32,8 +33,14 @@ def axis_of(name: str, axis: int, type: Type) -> int:
 class Layout(Operator):
     """Base: no arithmetic, only moves."""
 
+    layout_only = True
+
     def cost(self, *types: Type) -> Cost:
         return Cost({}, activation_bytes=sum(t.bytes for t in (*types, *self.infer(types))))
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return moved(given, range(len(given) - 1))
 
 
 @operator("reshape", version=1)
@@ -67,6 +74,7 @@ class Slice(Layout):
     axis: int = attr()
     start: int = attr()
     stop: int = attr()
+    semantic_parameters: ClassVar = {2: range(1 << 31)}
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         x = dims.like("x")
@@ -97,6 +105,14 @@ class Slice(Layout):
         if not 0 <= start <= row - taken:
             raise GraphError("slice: words taken of a row", wanted=f"within {row}", found=f"{start}:{start + taken}")
         return (4 * outer * row, 4 * outer * taken)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        _, row, start, taken = parameters[:4]
+        return first_broken(
+            *common(cls, parameters, present, words=4),
+            ("words taken of a row", 1 <= taken <= row - start),
+        )
 
 
 @body(Slice)
@@ -143,6 +159,14 @@ class Concat(Layout):
         outer, count = parameters[:2]
         widths = parameters[2 : 2 + count]
         return (*(4 * outer * w for w in widths), 4 * outer * sum(widths))
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        count = parameters[1]
+        return first_broken(
+            *common(cls, parameters, present, words=2 + count, operands=count + 1, optional=()),
+            ("two operands or more, up to six", 2 <= count <= CONCAT_LIMIT),
+        )
 
 
 @body(Concat)
@@ -209,6 +233,11 @@ class Transpose(Layout):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         return (4 * math.prod(parameters[:4]),) * 2
 
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        dense = is_permutation(parameters[:4], parameters[4:8])
+        return first_broken(*common(cls, parameters, present, words=8, sizes=4), ("strides of a transpose", dense))
+
 
 @body(Transpose)
 def transpose_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
@@ -242,6 +271,7 @@ class Pad(Layout):
     before: int = attr(0)
     after: int = attr(0)
     mode: str = attr("zeros")
+    semantic_parameters: ClassVar = {4: range(3)}
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         x = dims.like("x")
@@ -267,6 +297,15 @@ class Pad(Layout):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         t, inner, before, after = parameters[:4]
         return (4 * t * inner, 4 * (before + t + after) * inner)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        t, _, before, after, mode = parameters[:5]
+        return first_broken(
+            *common(cls, parameters, present, words=5, sizes=2),
+            ("before, after >= 0", min(before, after) >= 0),
+            ("more rows than are mirrored", mode != PAD_MODES["reflect"] or max(before, after) < t),
+        )
 
 
 @body(Pad)
@@ -301,6 +340,10 @@ class Copy(Unary):
     def cost(self, *types: Type) -> Cost:
         return Cost({}, activation_bytes=2 * types[0].bytes)
 
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return moved(given, (0,))
+
 
 @scalar
 def same(x, unused):
@@ -320,6 +363,7 @@ class MaxPool1d(Operator):
     x = operand("t c")
     window: int = attr()
     stride: int = attr(1)
+    semantic_parameters: ClassVar = {2: POSITIVE, 3: POSITIVE}
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         if self.window < 1 or self.stride < 1:
@@ -344,6 +388,11 @@ class MaxPool1d(Operator):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         t, c, window, stride = parameters[:4]
         return (4 * t * c, 4 * ((t - window) // stride + 1) * c)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        window = ("as many frames as the window", parameters[2] <= parameters[0])
+        return first_broken(*common(cls, parameters, present, words=4), window)
 
 
 @body(MaxPool1d)

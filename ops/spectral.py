@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import Type, f32
+from wpk.ops.legal import NOT_NEGATIVE, common, first_broken
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import operand_f32, parameter, parameter_f32
 
@@ -216,6 +218,7 @@ class Magnitude(Operator):
     x = operand("... 2 b")
     power: int = attr(1)
     eps: float = attr(0.0)
+    semantic_parameters: ClassVar = {2: range(1, 3), 3: NOT_NEGATIVE}
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         if self.power not in (1, 2) or not self.eps >= 0.0:
@@ -241,6 +244,10 @@ class Magnitude(Operator):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         frames, bins = parameters[:2]
         return (8 * frames * bins, 4 * frames * bins)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        return first_broken(*common(cls, parameters, present, words=4))
 
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:

@@ -12,6 +12,7 @@ from wpk.ir.types import DType, Type, boolean
 from wpk.ops import math32, scalars
 from wpk.ops.elementwise import CHUNK, WORDS, Elementwise, Unary
 from wpk.ops.evaluate import bf16_bits
+from wpk.ops.legal import ANY_I32, DTypes, common, first_broken, moved
 from wpk.ops.math32 import INT, F
 from wpk.ops.memory import view_f32, view_i32, view_u16
 from wpk.ops.operator import LIBRARY, Array, Body, Dims, Extent, attr, body, operand, operator
@@ -40,12 +41,17 @@ class Increment(Unary):
 
     x = operand("...", dtypes=DType.I32)
     by: int = attr(1)
+    semantic_parameters: ClassVar = {1: ANY_I32}
 
     def meaning(self, x: Array) -> Array:
         return x + self.by
 
     def parameters(self, *types: Type) -> tuple[int | float, ...]:
         return (types[0].size, self.by)
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return moved(given, (0,))
 
 
 @operator("logical_not", version=1)
@@ -56,6 +62,10 @@ class LogicalNot(Unary):
 
     def meaning(self, x: Array) -> Array:
         return np.logical_not(x)
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return moved(given, (0,))
 
 
 for _words, _function in ((Increment, scalars.increment), (LogicalNot, scalars.logical_not)):
@@ -92,6 +102,18 @@ class Select(Elementwise):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         n, conditions = parameters[:2]
         return (4 * conditions, 4 * n, 4 * n, 4 * n)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        n, conditions = parameters[:2]
+        return first_broken(
+            *common(cls, parameters, present, words=2),
+            ("one condition, or one an element", conditions in (1, n)),
+        )
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return moved(given, (1, 2))
 
 
 @body(Select)
@@ -145,6 +167,16 @@ class Cast(Elementwise):
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         n, source, target = parameters[:3]
         return (n * _CAST_BYTES[source], n * _CAST_BYTES[target])
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        codes = set(parameters[1:3]) <= set(CAST_CODES.values())
+        return first_broken(*common(cls, parameters, present, words=3, sizes=1), ("codes of dtypes", codes))
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        names = {code: DType(name) for name, code in CAST_CODES.items()}
+        return (names[parameters[1]], names[parameters[2]])
 
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:

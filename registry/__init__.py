@@ -1,7 +1,7 @@
 """Models resolved, profiles built, stored, verified and loaded.
 
 from wpk import registry
-with registry.load("silero-vad", capacity=8) as cohort:
+with registry.load("my-model", capacity=8) as cohort:
     session = cohort.join()
     outputs = cohort.beat({session: {"audio": frame}})
 """

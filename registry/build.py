@@ -7,6 +7,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from wpk.registry.models import find_model
 from wpk.registry.profile import SCHEMA, Manifest, OperatorUse, ProfileStore, incompatibilities
 from wpk.registry.settings import Settings, settings
 from wpk.registry.storage import locked, sha256_bytes
-from wpk.scheduler.compile import MAX_CAPACITY, Compiled, compile_graph
+from wpk.scheduler.compile import MAX_CAPACITY, Compiled, compile_graph, lower_beat
 from wpk.scheduler.target import Target, find_target
 from wpk.zoo.build import build_graph
 from wpk.zoo.spec import ModelSpec
@@ -64,7 +65,8 @@ def build(
     _check_context(spec.name, context, capacity)
     graph = build_graph(spec, context=context)
     spec_sha = sha256_bytes(spec.model_dump_json().encode())
-    identity = _identity(graph, spec, spec_sha, capacity, context, chosen)
+    library = Selection(spec.operators, LIBRARY)
+    identity = _identity(graph, library, spec, spec_sha, capacity, context, chosen)
     store = ProfileStore(where)
     folder = store.folder / identity
     # One build an identity, however many processes ask: the others wait here and find it done.
@@ -74,12 +76,11 @@ def build(
             raise entry.error  # damaged, and not by us, who publish whole folders: the user should know
         if entry is not None and entry.manifest is not None and not list(incompatibilities(entry.manifest)):
             return Built(entry.manifest, entry.path, True, time.monotonic() - started)
-        library = Selection(spec.operators, LIBRARY)
         steps = spec.clock.steps_per_beat
         _check_memory(spec.name, graph, library, chosen, capacity, steps)
         options = {} if show is None else {"show": show}
         compiled = compile_graph(graph, library, chosen, capacity=capacity, steps=steps, **options)
-        manifest = _manifest(identity, spec, spec_sha, context, chosen, compiled, time.monotonic() - started)
+        manifest = _manifest(identity, spec, spec_sha, context, chosen, compiled)
         path = store.write(manifest, compiled.program.to_bytes(), str(compiled.load), replace=True)
         if chosen.kind == "cpu":
             compile_kernel(compiled.program.operators, LOOPS, where.kernels)
@@ -96,7 +97,7 @@ def default_context(spec: ModelSpec) -> int:
 
 
 def _manifest(
-    identity: str, spec: ModelSpec, spec_sha: str, context: int, target: Target, compiled: Compiled, seconds: float
+    identity: str, spec: ModelSpec, spec_sha: str, context: int, target: Target, compiled: Compiled
 ) -> Manifest:
     program = compiled.program
     uses = [name.partition("@") for name in program.operators]
@@ -105,17 +106,21 @@ def _manifest(
         context=context, target=target.name, steps_per_beat=program.steps,
         period_ms=spec.clock.step_ms * spec.clock.steps_per_beat, compiler=compiler_version(),
         operators=tuple(
-            OperatorUse(name=n, version=int(v), digest=LIBRARY.digest(n, int(v))) for n, _, v in uses
+            OperatorUse(name=n, version=int(v), digest=LIBRARY.digest(n, int(v), target.kind)) for n, _, v in uses
         ),
         program_sha256=program.sha256, load_sha256=sha256_bytes(str(compiled.load).encode()),
         arenas=program.arena_bytes(), phases=len(program.payloads), waves=program.waves,
-        floor_ms=compiled.floor.floor_ms, predicted_ms=compiled.predicted_ms, floor=compiled.floor, build_s=seconds,
+        floor_ms=compiled.floor.floor_ms, predicted_ms=compiled.predicted_ms, floor=compiled.floor,
     )  # fmt: skip
 
 
-def _identity(graph: Graph, spec: ModelSpec, spec_sha: str, capacity: int, context: int, target: Target) -> str:
-    """MODEL-capN-ctxT-TARGET-DIGEST8: the digest covers all that decides the program's bytes."""
-    parts = [str(SCHEMA), spec_sha, str(graph), target.model_dump_json(), compiler_version(), library_digest()]
+def _identity(
+    graph: Graph, library: Selection, spec: ModelSpec, spec_sha: str, capacity: int, context: int, target: Target
+) -> str:  # fmt: skip
+    """MODEL-capN-ctxT-TARGET-DIGEST8: the digest covers all that decides what the profile does."""
+    used = {(p.operator.name, p.operator.version) for p in lower_beat(graph, library, spec.clock.steps_per_beat).phases}
+    parts = [str(SCHEMA), spec_sha, str(graph), target.model_dump_json(), compiler_version()]
+    parts += [LIBRARY.digest(name, version, target.kind) for name, version in sorted(used)]
     parts += [str(capacity), str(context), str(spec.clock.steps_per_beat)]
     digest = sha256_bytes("\0".join(parts).encode())[:8]
     return f"{spec.name}-cap{capacity}-ctx{context}-{target.name}-{digest}"
@@ -130,11 +135,6 @@ def compiler_version() -> str:
             for path in sorted(Path(folder).rglob("*.py")):
                 found.update(path.read_bytes())
     return found.hexdigest()[:12]
-
-
-@functools.cache
-def library_digest() -> str:
-    return sha256_bytes("\n".join(LIBRARY.digest(c.name, c.version) for c in LIBRARY).encode())
 
 
 def _check_capacity(model: str, capacity: int) -> None:
@@ -168,5 +168,9 @@ def _check_memory(model: str, graph: Graph, library: Selection, target: Target, 
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory that this process may use: the machine's, or less where a container says so."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        with suppress(OSError, ValueError):  # absent, or "max"
+            limits.append(int(path.read_text()))
+    return min(limits)

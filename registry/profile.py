@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from wpk.ir.errors import OperatorError, ProfileError, WpkError
+from wpk.ir.errors import OperatorError, ProfileError, TargetError, WpkError
 from wpk.ir.graph import Graph
 from wpk.ir.text import parse_graph
 from wpk.ops import LIBRARY
@@ -28,6 +28,7 @@ from wpk.registry.storage import publish_folder, sha256_bytes, store_errors, swe
 from wpk.scheduler.check import Check, check_program
 from wpk.scheduler.cost import Floor
 from wpk.scheduler.program import FORMAT, Program
+from wpk.scheduler.target import find_target
 
 MANIFEST, PROGRAM, LOAD, SUMS = "manifest.json", "program.bin", "load.ir", "SHA256SUMS"
 FILES = frozenset({MANIFEST, PROGRAM, LOAD, SUMS})
@@ -70,7 +71,6 @@ class Manifest(BaseModel):
     floor_ms: float
     predicted_ms: float
     floor: Floor
-    build_s: float
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ def incompatibilities(manifest: Manifest) -> Iterator[ProfileError]:
     for use in manifest.operators:
         field = f"profile {manifest.id}: operator {use.name}@{use.version}"
         try:
-            digest = LIBRARY.digest(use.name, use.version)
-        except OperatorError as error:
+            digest = LIBRARY.digest(use.name, use.version, find_target(manifest.target).kind)
+        except (OperatorError, TargetError) as error:
             yield ProfileError(field, wanted=error.wanted, found=error.found, hint=hint)
             continue
         if digest != use.digest:

@@ -71,7 +71,9 @@ def _speech(spec: ModelSpec, played: Played, path: Path) -> Outputs:
 
 
 def _audio(spec: ModelSpec, played: Played, path: Path) -> Outputs:
-    """The stream as it comes: not shifted by its latency, of whole steps, in float."""
+    """The stream as it comes: not shifted by its latency, so that much longer than the recording; of whole steps, in
+    float.
+    """
     ports = {name: port for name, port in spec.ports.outputs.items() if port.kind == "audio"}
     if len(ports) != 1:
         raise _no_rule(spec, "one audio output")

@@ -1,13 +1,14 @@
 """Recordings played through live sessions of a cohort: one session each, at its own length.
 
-Every recording joins before the first beat and leaves after the beat that took its last sample; what is missing of
-that beat is silence. So a beat serves the recordings that are still running, and outputs belong to whole steps.
+Every recording joins before the first beat and leaves after the beat that took its last sample, or gave it back: a
+model with audio out is fed silence until that has come through its latency. What is missing of the last beat is silence
+too. So a beat serves the recordings that are still running, and outputs belong to whole steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +36,15 @@ class Recording:
 
 @dataclass(frozen=True)
 class Played:
-    """What a session gave for its recording: for each output port [steps, values per step]."""
+    """What a session gave for its recording.
+
+    steps: those that took at least one sample of it. outputs: for each port [steps, values per step]; ports of audio
+    go on for the further steps that their latency takes.
+    """
 
     recording: Recording
+    steps: int
     outputs: dict[str, Array]
-
-    @property
-    def steps(self) -> int:
-        """Steps that took at least one sample of the recording."""
-        return len(next(iter(self.outputs.values())))
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,9 @@ def play(
     check_capacity(cohort.free, len(recordings))
     clock, port = cohort.spec.clock, audio_input(cohort.spec)
     length = clock.samples_per_step * clock.steps_per_beat
-    beats = [_pieces(r.samples, length) for r in recordings]
+    steps = [_pieces(len(r.samples), clock.samples_per_step) for r in recordings]
+    tails = tail_steps(cohort.spec)
+    beats = [_pieces(count + max(tails.values()), clock.steps_per_beat) for count in steps]
     collected: list[list[dict[str, Array]]] = [[] for _ in recordings]
     live: dict[int, Session] = {}
     durations = np.zeros(max(beats))
@@ -144,9 +147,8 @@ def play(
     finally:
         for session in live.values():
             cohort.leave(session)
-    steps = [_pieces(r.samples, clock.samples_per_step) for r in recordings]
     played = tuple(
-        Played(recording, _by_step(found, clock.steps_per_beat, count))
+        Played(recording, count, _by_step(found, clock.steps_per_beat, count, tails))
         for recording, found, count in zip(recordings, collected, steps, strict=True)
     )
     return Playback(played, durations, schedule.late)
@@ -173,25 +175,36 @@ def audio_input(spec: ModelSpec) -> str:
     return next(iter(kinds))
 
 
+def tail_steps(spec: ModelSpec) -> dict[str, int]:
+    """Output port -> steps after the end of a recording in which the rest of it still comes out; 0 but for audio."""
+    return {
+        name: -(-port.latency_samples // spec.clock.samples_per_step) if port.kind == "audio" else 0
+        for name, port in spec.ports.outputs.items()
+    }
+
+
 def percentiles(durations_ms: NDArray[np.float64]) -> dict[str, float]:
     """p50, p99 and max of durations in ms; at least one is needed."""
     p50, p99 = np.percentile(durations_ms, [50, 99])
     return {"p50": float(p50), "p99": float(p99), "max": float(durations_ms.max())}
 
 
-def _pieces(samples: Samples, length: int) -> int:
-    """How many pieces of `length` samples a recording fills or begins; at least one."""
-    return max(1, -(-len(samples) // length))
+def _pieces(count: int, length: int) -> int:
+    """How many pieces of `length` that many samples or steps fill or begin; at least one."""
+    return max(1, -(-count // length))
 
 
 def _frame(samples: Samples, beat: int, length: int) -> Samples:
-    """Samples [length] of one beat, the last one padded with silence."""
+    """Samples [length] of one beat, with silence behind the end."""
     frame = samples[beat * length : (beat + 1) * length]
     return frame if len(frame) == length else np.pad(frame, (0, length - len(frame)))
 
 
-def _by_step(beats: Sequence[dict[str, Array]], steps_per_beat: int, steps: int) -> dict[str, Array]:
-    """[steps, values] of each port; the steps of the last beat that took nothing but padding are dropped."""
+def _by_step(
+    beats: Sequence[dict[str, Array]], steps_per_beat: int, steps: int, tails: Mapping[str, int]
+) -> dict[str, Array]:
+    """[steps and the port's tail, values] of each port; what the last beats gave beyond that is dropped."""
     return {
-        name: np.concatenate([found[name].reshape(steps_per_beat, -1) for found in beats])[:steps] for name in beats[0]
+        name: np.concatenate([found[name].reshape(steps_per_beat, -1) for found in beats])[: steps + tails[name]]
+        for name in beats[0]
     }

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from wpk.ir.errors import CompileError
 from wpk.ir.graph import Graph, GraphBuilder, Library, Node, StateKind, Value
 from wpk.ops.linear import RESIDUAL
-from wpk.ops.operator import LIBRARY, Resolved
 from wpk.ops.simd import ACTIVATIONS
 from wpk.scheduler.views import operator_of, overwritten_values, viewed
 
@@ -37,7 +36,7 @@ class Rewriter:
         key = (node.op, node.version, inputs, repr(sorted(attrs.items())))  # 0.0 is not -0.0, nor 1 True
         if not (node.weight and key in self._made):
             with self.g.labelled(node.label):
-                operator = Resolved(LIBRARY.get(node.op, node.version))
+                operator = self.g.library.resolve(node.op, node.version)
                 made = self.g.apply(operator, inputs, attrs)  # type: ignore[arg-type]
             self._made[key] = made if isinstance(made, tuple) else (made,)
         for old, new in zip(node.outputs, self._made[key], strict=True):
@@ -167,7 +166,8 @@ def _residual(rewriter: Rewriter, node: Node, reads: _Reads) -> bool:
         attrs = dict(product.attributes)
         attrs["roles"] = int(attrs["roles"]) | RESIDUAL  # type: ignore[arg-type]
         with rewriter.g.labelled(product.label):
-            made = rewriter.g.op("matmul", *inputs, rewriter.values[other.id], **attrs)
+            operator = rewriter.g.library.resolve(product.op, product.version)
+            made = rewriter.g.apply(operator, [*inputs, rewriter.values[other.id]], attrs)
         rewriter.values[node.outputs[0].id] = _shaped(rewriter, made, node)
         return True
     return False

@@ -57,14 +57,12 @@ def test_no_model_is_named_outside_the_zoo():
     names = [p.stem.split("-")[0] for p in (ROOT / "zoo" / "models").glob("*.yaml")]
     pattern = re.compile(rf"\b({'|'.join(names)})", re.IGNORECASE)
     for path in SOURCES:
-        if path.relative_to(ROOT).parts[0] in ("zoo", "cli"):
-            continue
-        text = re.sub(r'"""[\s\S]*?"""', "", path.read_text())  # examples in docstrings may name one
-        assert not pattern.search(text), path
+        if path.relative_to(ROOT).parts[0] != "zoo":
+            assert not pattern.search(path.read_text()), path  # nor in an example of a docstring
     assert names
 
 
 def test_one_place_reads_the_environment():
     for path in SOURCES:
         if path != ROOT / "registry" / "settings.py":
-            assert "os.environ" not in path.read_text().replace("dict(os.environ", ""), path
+            assert "os.environ" not in path.read_text(), path

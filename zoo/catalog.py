@@ -4,7 +4,12 @@
     <added>/NAME/*.py           Python that came with it; components.py is imported if the user trusts it
     <added>/NAME/added.json     {"source": ..., "trusted": ...}
 
-A folder appears whole or not at all.
+A folder appears whole or not at all. Beside it lie, while needed,
+
+    .NAME.lock                  the lock of the name; the operating system frees it when its holder dies
+    .wpk-part.NAME.RANDOM       a folder being written or removed under that lock
+
+so a part whose lock is free is a dead process's, and is swept.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from wpk.ir.errors import SpecError, StoreError, UnknownModelError, UntrustedSourceError, WpkError
@@ -34,7 +41,8 @@ from wpk.zoo.spec import MAX_BYTES, ModelSpec, Slug, parse_yaml
 _SLUG: TypeAdapter[str] = TypeAdapter(Slug)
 SPEC, RECORD, CODE = "spec.yaml", "added.json", "components.py"
 _SUFFIXES = frozenset({".yaml", ".yml", ".json"})
-_PART = ".wpk-part."  # a folder being written; no model's name starts with a dot
+_PART = ".wpk-part."  # no model's name starts with a dot
+LOCK_TIMEOUT_S = 60.0  # a model is a few small files
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class Catalog:
 
     def list(self) -> Sequence[Entry]:
         """Every model, the built-in ones first. Broken ones are listed as broken and hide no other."""
+        self._sweep()
         found = [self._entry(name, "builtin", path) for name, path in self.builtin().items()]
         return found + [self._entry(folder.name, "added", folder / SPEC) for folder in self._added_folders()]
 
@@ -134,12 +143,11 @@ class Catalog:
             added = ", ".join(f.name for f in self._added_folders()) or "no added models"
             hint = "Built-in models cannot be removed." if name in self.builtin() else None
             raise UnknownModelError(f"{name!r} is no added model", wanted=added, found=name, hint=hint)
-        aside = folder.with_name(f"{_PART}{name}.{secrets.token_hex(4)}")
-        try:
-            os.rename(folder, aside)  # in one step: no reader sees half a model
-        except OSError as error:
-            raise _disk_error(folder, error) from error
-        shutil.rmtree(aside, ignore_errors=True)
+        with self._locked(name):
+            try:
+                os.rename(folder, self._part(name))  # in one step: no reader sees half a model
+            except OSError as error:
+                raise _disk_error(folder, error) from error
         return folder
 
     # --- helpers --------------------------------------------------------------------------------------------------
@@ -176,21 +184,68 @@ class Catalog:
 
     def _write(self, name: str, files: Mapping[str, bytes]) -> Path:
         """The folder of a model, whole or not at all."""
-        folder, part = self.added / name, self.added / f"{_PART}{name}.{secrets.token_hex(4)}"
-        try:
-            part.mkdir(parents=True)
-            for file, data in files.items():
-                (part / file).write_bytes(data)
-            os.rename(part, folder)
-        except OSError as error:
-            if folder.exists():
-                raise SpecError(
-                    f"a model {name!r} was added at the same time", wanted="a new name", found=name
-                ) from error
-            raise _disk_error(self.added, error) from error
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        folder, part = self.added / name, self._part(name)
+        with self._locked(name):
+            try:
+                part.mkdir()
+                for file, data in files.items():
+                    (part / file).write_bytes(data)
+                os.rename(part, folder)
+            except OSError as error:
+                if folder.exists():
+                    raise SpecError(
+                        f"a model {name!r} was added at the same time", wanted="a new name", found=name
+                    ) from error
+                raise _disk_error(self.added, error) from error
         return folder
+
+    # --- parts ----------------------------------------------------------------------------------------------------
+    def _part(self, name: str) -> Path:
+        return self.added / f"{_PART}{name}.{secrets.token_hex(4)}"
+
+    @contextmanager
+    def _locked(self, name: str, timeout: float | None = None) -> Iterator[None]:
+        """Hold a name against every other process, with none of its parts there before or after."""
+        timeout = LOCK_TIMEOUT_S if timeout is None else timeout
+        try:
+            self.added.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.added / f".{name}.lock", timeout=timeout)
+            lock.acquire()
+        except Timeout as error:
+            wanted, hint = f"its lock within {timeout:g} s", "wait for the other process, or stop it"
+            raise StoreError(
+                f"the model {name!r} is in use by another process", wanted=wanted, found="still held", hint=hint
+            ) from error
+        except OSError as error:
+            raise _disk_error(self.added, error) from error
+        try:
+            self._remove_parts(name)
+            yield
+        finally:
+            self._remove_parts(name)
+            lock.release()
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left, as far as that may be done now."""
+        for name in {_part_name(part) for part in self._parts()}:
+            with suppress(StoreError), self._locked(name, timeout=0):
+                pass
+
+    def _remove_parts(self, name: str) -> None:
+        for part in self._parts():
+            if _part_name(part) == name:
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _parts(self) -> Sequence[Path]:
+        try:
+            return [p for p in self.added.iterdir() if p.name.startswith(_PART) and _part_name(p)]
+        except OSError:
+            return []
+
+
+def _part_name(part: Path) -> str:
+    """The name of the model that a part is of."""
+    return part.name.removeprefix(_PART).rpartition(".")[0]
 
 
 def load_spec(path: Path, *, trust: bool = False, folder: bool = True) -> ModelSpec:

@@ -35,23 +35,19 @@ class Problem:
             text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
         return text
 
+    def error(self, *places: str) -> SpecError:
+        """The problem as an error of its own, its message behind `places` and its path."""
+        text = ": ".join(part for part in (*places, self.path, self.message) if part)
+        return SpecError(text, wanted=self.wanted, found=self.found, hint=self.hint)
+
     def __str__(self) -> str:
-        parts = [self.message]
-        if self.wanted is not None:
-            parts.append(f"wanted {self.wanted}")
-        if self.found is not None:
-            parts.append(f"found {self.found}")
-        text = "; ".join(parts)
-        text = f"{self.path}: {text}" if self.path else text
-        return f"{text}. {self.hint}" if self.hint else text
+        return str(self.error())
 
 
 def spec_error(what: str, problems: Sequence[Problem]) -> SpecError:
     """One problem in the error's own four parts; several as a list in its message."""
     if len(problems) == 1:
-        only = problems[0]
-        place = f"{what}: {only.path}: " if only.path else f"{what}: "
-        return SpecError(place + only.message, wanted=only.wanted, found=only.found, hint=only.hint)
+        return problems[0].error(what)
     listed = "".join(f"\n  {problem}" for problem in problems)
     return SpecError(f"{what} has {len(problems)} problems:{listed}\n")
 

@@ -54,7 +54,7 @@ class _Source(BaseModel):
 class HfSource(_Source):
     """Files of a model repository, fetched with huggingface_hub.
 
-    revision: best a full commit hash, which cannot change (`pinned`). files: globs; the index of a sharded
+    revision: best a full commit hash, which cannot change. files: globs; the index of a sharded
     checkpoint comes along by itself. aliases: alias -> file, where several files are read and the stems don't do.
     """
 
@@ -70,11 +70,6 @@ class HfSource(_Source):
     @property
     def repo(self) -> str:
         return self.hf
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the revision is a commit hash, so that the same spec always means the same bytes."""
-        return len(self.revision) == 40 and set(self.revision) <= set("0123456789abcdef")
 
     def __str__(self) -> str:
         return f"hf:{self.hf}@{self.revision}"
@@ -103,10 +98,6 @@ class PypiSource(_Source):
     @property
     def kind(self) -> Literal["pypi"]:
         return "pypi"
-
-    @property
-    def package(self) -> str:
-        return self.pypi
 
     @model_validator(mode="after")
     def _names_differ(self) -> PypiSource:
@@ -140,12 +131,10 @@ class PathSource(_Source):
 class SyntheticSource(_Source):
     """Weights made up from tensor names and a seed; the formula is in `registry.weights`.
 
-    synthetic: the seed. scale "fan_in": matrices keep the variance of what they are applied to. gain multiplies
-    that scale.
+    synthetic: the seed. gain: matrices multiply the standard deviation of what they are applied to by so much.
     """
 
     synthetic: int = Field(ge=0, lt=2**63)
-    scale: Literal["fan_in"] = "fan_in"
     gain: float = Field(default=1.0, gt=0, le=1e3, allow_inf_nan=False)
 
     @property

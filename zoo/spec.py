@@ -94,10 +94,6 @@ class Clock(_Part):
     def step_ms(self) -> float:
         return 1000.0 * self.samples_per_step / self.sample_rate
 
-    @property
-    def beat_ms(self) -> float:
-        return self.step_ms * self.steps_per_beat
-
 
 class InputPort(_Part):
     """What a session is given every step. sample_rate in hertz, for audio."""

@@ -13,17 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from wpk.ir.errors import WeightsError
+from wpk.ir.progress import Progress, silent
 from wpk.registry.formats import TensorSet, open_files, open_folder, open_path
 from wpk.registry.formats.tensors import Shape
 from wpk.registry.settings import Settings
 from wpk.registry.weights.files import (
-    Progress,
     PulledFile,
     not_here,
     path_files,
     pulled_file,
     require_sizes,
-    silent,
     tree,
     wrong_sizes,
 )

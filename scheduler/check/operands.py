@@ -14,17 +14,25 @@ MOST_RUNS = 1 << 22  # runs of bytes that one phase's parts may write
 
 
 def operators(facts: Facts) -> Iterator[str]:
-    """Every operator is known, has the operands that it cannot do without, and sizes that make sense."""
+    """Every operator is known and has operands, parameters and sizes that its body can execute safely."""
     for name in facts.program.operators:
         base, at, version = name.rpartition("@")
         if not at or not version.isdigit() or int(version) not in facts.library.versions(base):
             yield f"operator {name!r} is not in the library"
             return
+    known: dict[tuple[Any, ...], str | None] = {}
     for i, record in enumerate(facts.program.payloads):
         cls, operands = facts.classes[record["opcode"]], int(record["operands"])
         required = sum(not (o.optional or o.variadic) for o in cls.operands)
         if operands < required + cls.result_count:
             yield f"{facts.phase(i)}: {operands} operands, wanted at least {required + cls.result_count}"
+            continue
+        present = tuple(reference != ABSENT for reference in record["reference"][:operands].tolist())
+        key = (cls, facts.parameters[i], present)
+        if key not in known:
+            known[key] = _illegal(*key)
+        if known[key] is not None:
+            yield f"{facts.phase(i)}: parameters {facts.parameters[i]}: wanted {known[key]}"
             continue
         extents = _or_none(cls.extents, facts.parameters[i], operands)
         if extents is None or len(extents) < operands:
@@ -36,6 +44,14 @@ def operators(facts: Facts) -> Iterator[str]:
         for j in range(operands):
             if record["reference"][j] != ABSENT and not 0 < extents[j] <= LIMIT:
                 yield f"{facts.phase(i)}: operand {j} would be {extents[j]} bytes"
+
+
+def _illegal(cls: type[Operator], parameters: tuple[int, ...], present: tuple[bool, ...]) -> str | None:
+    """What a payload wants before its body may run, or None."""
+    try:
+        return cls.legal(parameters, len(present), present)
+    except Exception as error:
+        return f"what can be decided ({type(error).__name__}: {error})"
 
 
 def _or_none(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -110,6 +126,11 @@ def references(facts: Facts) -> Iterator[str]:
         cls, operands, extents = facts.classes[record["opcode"]], int(record["operands"]), facts.extents[i]
         writes = cls.writes(operands)
         stride, reference = record["stride"].tolist(), record["reference"].tolist()
+        dtypes = tuple(
+            DTYPES[values["dtype"][v]] if v < len(program.values) else None
+            for v in program.uses["value"][i, :operands].tolist()
+        )
+        wanted_dtypes = cls.operand_dtypes(facts.parameters[i], dtypes)
         for result, operand in cls.alias.items():
             if reference[writes[result]] != reference[operand] or extents[writes[result]] != extents[operand]:
                 yield f"{facts.phase(i)}: operand {writes[result]} is not the storage of operand {operand}"
@@ -136,6 +157,8 @@ def references(facts: Facts) -> Iterator[str]:
                 yield f"{facts.phase(i)}: {place}: wanted {whole} bytes, the parameters say {extents[j]}"
             if start % dtype.bytes or extents[j] % dtype.bytes:
                 yield f"{facts.phase(i)}: {place}: bytes {start}:{start + extents[j]} cut a {dtype.value}"
+            if dtype is not wanted_dtypes[j]:
+                yield f"{facts.phase(i)}: {place} is {dtype.value}, the operator wants {wanted_dtypes[j]}"
             if j in writes:
                 if role in (Role.WEIGHT, Role.INPUT):
                     yield f"{facts.phase(i)}: {place}: writes a value of role {role.name.lower()}"

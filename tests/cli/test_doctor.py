@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import tomllib
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from tests.cli.harness import Wpk
 from wpk.cli import doctor
+
+ROOT = Path(__file__).parents[2]
 
 
 def check(wpk: Wpk, name: str) -> Any:
@@ -37,6 +45,7 @@ def test_no_gpu_is_no_failure_but_says_how_to_get_one(wpk: Wpk, monkeypatch: pyt
 def test_a_missing_package_that_is_needed_fails(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = doctor.Package("no-such-package", "no_such_module", "testing")
     monkeypatch.setattr(doctor, "PACKAGES", (absent,))
+    monkeypatch.setattr(doctor, "requirements", lambda: {"no-such-package": doctor.Wanted(SpecifierSet())})
     said = wpk("doctor", "--json")
     assert said.code == 1
     assert said.json["ok"] is False
@@ -45,10 +54,72 @@ def test_a_missing_package_that_is_needed_fails(wpk: Wpk, monkeypatch: pytest.Mo
 
 
 def test_a_version_outside_the_wanted_ones_fails(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "requirements", lambda: {"numpy": "<1"})
+    monkeypatch.setattr(doctor, "requirements", lambda: {"numpy": doctor.Wanted(SpecifierSet("<1"))})
     found = check(wpk, "numpy")
     assert found["ok"] is False
     assert found["mend"] == "pip install 'numpy<1'"
+
+
+def test_a_missing_package_of_an_extra_is_no_failure(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = doctor.Package("numba-cuda", "no_such_module", "testing")
+    monkeypatch.setattr(doctor, "PACKAGES", (absent,))
+    found = check(wpk, "numba-cuda")
+    assert (found["ok"], found["needed"]) == (False, False)
+    assert found["mend"] == "pip install 'wpk[cu12]' or pip install 'wpk[cu13]'"
+
+
+def project() -> Any:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, lines: list[str] | None, extras: list[str]) -> None:
+    """As if pip had installed WPK with these requirements; None: as if it had not."""
+
+    def metadata(name: str) -> Message:
+        assert name == "wpk"
+        if lines is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        message = Message()
+        for extra in extras:
+            message["Provides-Extra"] = extra
+        return message
+
+    monkeypatch.setattr(doctor.importlib.metadata, "metadata", metadata)
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: metadata(name) and lines)
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_requirements_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, in_folder: bool) -> None:
+    optional = project()["optional-dependencies"]
+    lines = [*project()["dependencies"], *(f'{line}; extra == "{e}"' for e in optional for line in optional[e])]
+    installed(monkeypatch, None if in_folder else lines, list(optional))
+    found = doctor.requirements()
+    core = {canonicalize_name(Requirement(line).name) for line in project()["dependencies"]}
+    assert {name for name, wanted in found.items() if not wanted.extras} == core
+    assert core <= {canonicalize_name(p.distribution) for p in doctor.PACKAGES}
+    assert {canonicalize_name(p.distribution) for p in doctor.PACKAGES} <= set(found)
+    assert found["numba"].versions == SpecifierSet(">=0.68")
+    assert found["numba-cuda"].extras == ("cu12", "cu13") and found["onnxruntime"].extras == ("bench",)
+    assert "torch" not in found and "pytest" not in found
+
+
+def test_requirements_of_other_systems_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = ["pip; os_name == 'x'", "wheel; extra == 'zoo' and os_name == 'x'"]
+    installed(monkeypatch, ["numpy>=2", "numpy<3; extra == 'zoo'", "onnx; extra == 'zoo'", *elsewhere], ["zoo"])
+    assert doctor.requirements() == {
+        "numpy": doctor.Wanted(SpecifierSet(">=2,<3")), "onnx": doctor.Wanted(SpecifierSet(), ("zoo",))
+    }  # fmt: skip
+
+
+def test_without_any_word_of_requirements_nothing_is_called_needed(
+    wpk: Wpk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed(monkeypatch, None, [])
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "cli" / "doctor.py"))
+    monkeypatch.setattr(doctor, "PACKAGES", (*doctor.PACKAGES, doctor.Package("none", "no_such_module", "testing")))
+    assert doctor.requirements() == {}
+    assert check(wpk, "numpy")["ok"] is True and check(wpk, "numba compiles")["ok"] is True
+    assert (check(wpk, "none")["ok"], check(wpk, "none")["needed"]) == (False, False)
 
 
 def test_a_folder_that_cannot_be_written_fails(wpk: Wpk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

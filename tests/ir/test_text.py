@@ -3,10 +3,12 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wpk.ir.check import RULES, check_graph
 from wpk.ir.errors import GraphError, IrSyntaxError
-from wpk.ir.graph import Graph, GraphBuilder, Port
+from wpk.ir.graph import Graph, GraphBuilder, Node, Port, Value
 from wpk.ir.text import parse_graph, print_graph
 from wpk.ir.types import f32
 from wpk.ops import LIBRARY
@@ -54,6 +56,15 @@ def test_a_built_graph_round_trips():
     graph = g.build()
     assert parse_graph(str(graph)) == graph
     check_graph(graph, LIB)
+
+
+@given(st.text(), st.floats(), st.integers(), st.lists(st.floats(allow_nan=False)))
+def test_attributes_of_every_kind_round_trip(text, real, whole, reals):
+    attrs = (("a", text), ("b", real), ("c", whole), ("d", tuple(reals)))
+    node = Node("full", 1, (), attrs, (Value(0, f32(2), True),), "here")
+    graph = Graph("g", nodes=(node,), outputs=(Port("y", node.outputs[0]),))
+    (found,) = parse_graph(print_graph(graph)).nodes
+    assert repr(found.attrs) == repr(attrs)  # NaN is not equal to itself
 
 
 @pytest.mark.parametrize(

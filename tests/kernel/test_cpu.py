@@ -23,7 +23,7 @@ from wpk.kernel import cpu
 from wpk.kernel.atomics import load_acquire, sleep_us, store_release
 from wpk.kernel.bodies import SIGNATURE
 from wpk.kernel.control import Poison
-from wpk.kernel.cpu import CpuKernel, build_items
+from wpk.kernel.cpu import LARGEST_GAP, CpuKernel, build_items
 from wpk.ops.payload import Arena
 from wpk.registry.settings import child_environment
 from wpk.scheduler.target import TARGETS
@@ -115,10 +115,34 @@ def test_a_beat_of_several_steps_is_those_steps_one_after_the_other(steps: int) 
         assert many.kernel.control["steps"] == single.kernel.control["steps"] == 6
 
 
-def test_a_slot_without_a_session_is_not_touched() -> None:
+def test_vacant_slots_are_computed_only_where_they_close_a_short_gap() -> None:
+    slots = LARGEST_GAP + 10
+    with Machine(SPEC, slots, threads=1) as machine:
+        machine.join(1, 3, 4, 6, LARGEST_GAP + 8)
+        machine.beat({})
+        count = machine.kernel._runs[0]
+        assert machine.kernel._runs[1 : 1 + 2 * count].tolist() == [1, 7, LARGEST_GAP + 8, LARGEST_GAP + 9]
+
+
+def test_garbage_in_a_vacant_slot_between_sessions_is_not_seen() -> None:
+    frames = sound(3)
+    with Machine(SPEC, SLOTS, threads=2) as machine:
+        machine.join(1)
+        alone = [machine.beat({1: frame})[1] for frame in frames]
     with Machine(SPEC, SLOTS, threads=2) as machine:
         machine.join(1, 3)
-        idle = [0, 2, 4]
+        slab = machine.program.arenas[Arena.STATE] // SLOTS
+        machine.kernel.arenas[Arena.STATE][2 * slab : 3 * slab] = 0xFF  # NaN
+        for frame, wanted in zip(frames, alone, strict=True):
+            found = machine.beat({1: frame, 3: frame})
+            for port, values in wanted.items():
+                assert found[1][port].tobytes() == found[3][port].tobytes() == values.tobytes()
+
+
+def test_a_slot_outside_the_occupied_ones_is_not_touched() -> None:
+    with Machine(SPEC, SLOTS, threads=2) as machine:
+        machine.join(1, 3)
+        idle = [0, 4]
         for slot in idle:
             slab = machine.program.arenas[Arena.STATE] // SLOTS
             machine.kernel.arenas[Arena.STATE][slot * slab : (slot + 1) * slab] = 0xAB

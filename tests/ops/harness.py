@@ -302,6 +302,7 @@ def _check_extents(app: Application, inputs: Sequence[Array], slots: int) -> Non
     phase = fabricate(app, inputs, slots)
     parameters = [int(p) for p in phase.record["parameter"][0]]
     count, parts = int(phase.record["operands"][0]), int(phase.record["parts"][0])
+    _check_legal(app, phase, parameters, count)
     extents = app.cls.extents(parameters, count)
     assert len(extents) >= count, f"{app.op}: {len(extents)} extents for {count} operands"
     for place, t in zip(phase.places, (*app.inputs, *app.results), strict=True):
@@ -325,6 +326,27 @@ def _check_extents(app: Application, inputs: Sequence[Array], slots: int) -> Non
         for arena, found, mask in zip(Arena, touched, phase.written_mask(runs), strict=True):
             wrong = found & ~mask if app.cls.alias else found != mask
             assert not wrong.any(), f"{app.op}: parts {lo}:{hi} write other bytes than part_writes in {arena.name}"
+
+
+def _check_legal(app: Application, phase: Phase, parameters: list[int], count: int) -> None:
+    """The payload is legal and its dtypes are those declared; a word or operand that is not of it makes it illegal."""
+    present = tuple(place in phase.places for place in range(count))
+    wanted = app.cls.legal(parameters, count, present)
+    assert wanted is None, f"{app.op}: parameters {parameters} are not legal, wanted {wanted}"
+    types = dict(zip(phase.places, (*app.inputs, *app.results), strict=True))
+    dtypes = tuple(types[place].dtype if place in types else None for place in range(count))
+    declared = app.cls.operand_dtypes(parameters, dtypes)
+    found = tuple(d if there else None for d, there in zip(declared, present, strict=True))
+    assert found == dtypes, f"{app.op}: dtypes {dtypes}, declared {declared}"
+    for place in range(count):
+        if place in phase.places:
+            without = tuple(there and other != place for other, there in enumerate(present))
+            optional = place < len(app.cls.operands) and app.cls.operands[place].optional
+            assert optional or app.cls.legal(parameters, count, without), f"{app.op}: legal without operand {place}"
+    assert app.cls.legal(parameters, count - 1, present[:-1]), f"{app.op}: legal with an operand less"
+    for index in range(len(app.op.parameters(*app.inputs)), 9):
+        wrong = [*parameters[:index], 1, *parameters[index + 1 :]]
+        assert app.cls.legal(wrong, count, present), f"{app.op}: legal with parameter {index}, which is not used, set"
 
 
 def check(

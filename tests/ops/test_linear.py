@@ -31,11 +31,11 @@ def test_linear(lead, k, n, with_bias, activation, slots):
 @FEW
 @given(
     st.integers(1, 12), st.sampled_from([1, 3, 16]), widths, st.integers(1, 5), st.integers(1, 3),
-    st.integers(0, 4), st.integers(0, 4), st.booleans(), slot_counts,
+    st.integers(0, 4), st.integers(0, 4), st.integers(1, 3), st.booleans(), slot_counts,
 )  # fmt: skip
-def test_conv1d(t, c, n, taps, stride, left, right, with_bias, slots):
-    if t + left + right >= taps:
-        attrs = {"stride": stride, "pad_left": left, "pad_right": right, "activation": "tanh"}
+def test_conv1d(t, c, n, taps, stride, left, right, dilation, with_bias, slots):
+    if t + left + right >= (taps - 1) * dilation + 1:
+        attrs = {"stride": stride, "pad_left": left, "pad_right": right, "dilation": dilation, "activation": "tanh"}
         check(application("conv1d", f32(t, c), f32(n, c, taps), *[f32(n)] * with_bias, **attrs), slots=slots, **CLOSE)
 
 
@@ -106,8 +106,8 @@ def test_expansions_pack_the_weight_once_per_load():
         ("linear", [f32(4), f32(5, 3)], {}, r"'weight' does not fit; wanted k = 4 in \[n k\]; found f32\[5,3\]"),
         ("linear", [f32(4), f32(5, 4), f32(4)], {}, r"operand 'bias' does not fit; wanted n = 5 in \[n\]"),
         ("linear", [f32(4), f32(5, 4)], {"activation": "swish"}, r"activation; wanted none \| relu.*; found swish"),
-        ("conv1d", [f32(2, 4), f32(5, 4, 3)], {}, r"fewer frames than taps; wanted >= 3; found f32\[2,4\]"),
-        ("conv1d", [f32(9, 4), f32(5, 4, 3)], {"stride": 0}, "stride and padding; wanted stride >= 1"),
+        ("conv1d", [f32(2, 4), f32(5, 4, 3)], {}, r"fewer frames than taps; wanted >= 3 frames.*; found f32\[2,4\]"),
+        ("conv1d", [f32(9, 4), f32(5, 4, 3)], {"stride": 0}, "stride, dilation and padding; wanted stride >= 1"),
     ],
 )
 def test_errors_say_what_was_wanted_and_found(name, types, attrs, wanted):
@@ -117,14 +117,16 @@ def test_errors_say_what_was_wanted_and_found(name, types, attrs, wanted):
 
 # --- oracle -------------------------------------------------------------------------------------------------------
 @pytest.mark.oracle
+@pytest.mark.parametrize("dilation", [1, 2, 3])
 @pytest.mark.parametrize("stride,left,right,taps", [(1, 0, 0, 3), (2, 3, 0, 4), (3, 2, 2, 5), (1, 1, 1, 1)])
-def test_conv1d_agrees_with_torch(stride, left, right, taps):
+def test_conv1d_agrees_with_torch(stride, left, right, taps, dilation):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     x, weight, bias = rng.standard_normal((11, 6)), rng.standard_normal((20, 6, taps)), rng.standard_normal(20)
     padded = torch.nn.functional.pad(torch.from_numpy(x.T[None].copy()), (left, right))
-    wanted = torch.nn.functional.conv1d(padded, torch.from_numpy(weight), torch.from_numpy(bias), stride)[0].numpy().T
-    attrs = {"stride": stride, "pad_left": left, "pad_right": right}
+    wanted = torch.nn.functional.conv1d(padded, torch.from_numpy(weight), torch.from_numpy(bias), stride, 0, dilation)
+    wanted = wanted[0].numpy().T
+    attrs = {"stride": stride, "pad_left": left, "pad_right": right, "dilation": dilation}
     meaning = make(LIBRARY.get("conv1d"), attrs).meaning(x, weight, bias)
     np.testing.assert_allclose(meaning, wanted, rtol=1e-12, atol=1e-12)
     app = application("conv1d", f32(11, 6), f32(20, 6, taps), f32(20), **attrs)

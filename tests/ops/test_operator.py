@@ -17,6 +17,7 @@ from wpk.ir.graph import GraphBuilder
 from wpk.ir.types import f32, i32
 from wpk.ops import LIBRARY, Operator, attr, operand, operator
 from wpk.ops.elementwise import Unary, unary_body
+from wpk.ops.legal import common, first_broken
 from wpk.ops.memory import view_f32
 from wpk.ops.operator import Body, Extent, OperatorLibrary, Resolved, attributes, make
 from wpk.ops.payload import OPERANDS, address, parameter
@@ -43,6 +44,7 @@ def test_every_operator_is_documented_and_fits_a_payload(cls):
         names = list(inspect.signature(body.function).parameters)
         assert names == ["record", "arenas", "slot_lo", "slot_hi", "part_lo", "part_hi", "scratch"]
         assert cls.parameters is not Operator.parameters and cls.extents is not Operator.extents
+        assert cls.legal.__func__ is not Operator.legal.__func__, "which payloads may the body be given?"
         assert cls.expand is Operator.expand, "executed or expanded, not both"
 
 
@@ -234,6 +236,10 @@ def _planted(write, extents=None, parts=True):
         @classmethod
         def extents(cls, parameters, operands):
             return extents or (4 * parameters[0],) * 2
+
+        @classmethod
+        def legal(cls, parameters, operands, present):
+            return first_broken(*common(cls, parameters, present, words=1))
 
         @classmethod
         def part_writes(cls, parameters, operand, lo, hi):

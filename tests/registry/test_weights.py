@@ -364,7 +364,7 @@ def hub_pull(hub: Any, settings: Settings, source: HfSource, **environ: str) -> 
 
 def test_a_repository_gives_its_shards_verified(hub: Any, here: Settings) -> None:
     source = HfSource(hf="org/model", revision=hub.commit)
-    assert source.pinned and not WeightsStore(here).present(source)
+    assert not WeightsStore(here).present(source)
     said = hub_pull(hub, here, source)
     assert {file["name"]: file["sha256"] for file in said["files"]} == {
         name: hashlib.sha256(data).hexdigest()
@@ -396,7 +396,6 @@ def test_a_repository_gives_its_shards_verified(hub: Any, here: Settings) -> Non
 def test_a_tag_is_resolved_and_one_file_can_be_named(hub: Any, here: Settings) -> None:
     name = "model-00001-of-00002.safetensors"
     source = HfSource(hf="org/model", revision="v1", files=(name,), aliases={"part": name})
-    assert not source.pinned
     assert [file["name"] for file in hub_pull(hub, here, source)["files"]] == [name]
     assert list(WeightsStore(here).open(source)) == ["layer.1"]
 

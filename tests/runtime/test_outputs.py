@@ -38,7 +38,7 @@ def played(values: Any, length: int | None = None, name: str = "a.wav") -> Playe
     rows = np.asarray(values, np.float32)
     rows = rows.reshape(len(rows), -1)
     samples = np.zeros(100 * len(rows) if length is None else length, np.float32)
-    return Played(Recording(name, samples), {"out": rows})
+    return Played(Recording(name, samples), len(rows), {"out": rows})
 
 
 # --- segments

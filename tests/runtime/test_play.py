@@ -14,19 +14,28 @@ from wpk.runtime.play import Recording, Schedule, audio_input, play
 RATE, STEP = 1000, 10  # 10 ms steps
 
 
-def spec(steps_per_beat: int = 1, kind: str = "audio") -> Any:
+def spec(steps_per_beat: int = 1, kind: str = "audio", delay: int | None = None) -> Any:
+    """delay: samples that the port `echo` of audio lies behind, where there is one."""
+    outputs = {"sum": SimpleNamespace(kind="features", latency_samples=25)}
+    if delay is not None:
+        outputs["echo"] = SimpleNamespace(kind="audio", latency_samples=delay)
     return SimpleNamespace(
         name="fake",
         clock=SimpleNamespace(sample_rate=RATE, samples_per_step=STEP, steps_per_beat=steps_per_beat),
-        ports=SimpleNamespace(inputs={"audio": SimpleNamespace(kind=kind)}),
+        ports=SimpleNamespace(inputs={"audio": SimpleNamespace(kind=kind)}, outputs=outputs),
     )
 
 
 class Fake:
-    """A cohort whose output of a step is the sum of its samples; remembers who was in each beat."""
+    """A cohort whose output of a step is the sum of its samples, and with `delay` its input again, so many samples
+    later; remembers who was in each beat.
+    """
 
-    def __init__(self, capacity: int, steps_per_beat: int = 1, fail_at: int | None = None) -> None:
-        self.capacity, self.spec = capacity, spec(steps_per_beat)
+    def __init__(
+        self, capacity: int, steps_per_beat: int = 1, fail_at: int | None = None, delay: int | None = None
+    ) -> None:
+        self.capacity, self.spec, self.delay = capacity, spec(steps_per_beat, delay=delay), delay
+        self.heard: dict[int, Any] = {}
         self.sessions: list[int] = []
         self.beats: list[list[int]] = []
         self._next, self._fail_at = 0, fail_at
@@ -49,7 +58,13 @@ class Fake:
         assert sorted(inputs) == sorted(self.sessions)
         self.beats.append(list(self.sessions))
         sums = {s: ports["audio"].reshape(-1, STEP).sum(axis=1) for s, ports in inputs.items()}
-        return {s: {"sum": value} for s, value in sums.items()}
+        found = {s: {"sum": value} for s, value in sums.items()}
+        if self.delay is not None:
+            for s, ports in inputs.items():
+                line = np.concatenate((self.heard.get(s, np.zeros(self.delay, np.float32)), ports["audio"]))
+                count = len(ports["audio"])
+                found[s]["echo"], self.heard[s] = line[:count].reshape(-1, STEP), line[count:]
+        return found
 
 
 def recording(length: int, value: float = 1.0) -> Recording:
@@ -77,6 +92,27 @@ def test_steps_that_took_only_padding_are_dropped() -> None:
     playback = play(cohort, [recording(45), recording(80)])
     assert playback.beats == 2
     assert [p.outputs["sum"].ravel().tolist() for p in playback.played] == [[10, 10, 10, 10, 5], [10] * 8]
+
+
+@pytest.mark.parametrize("steps_per_beat", [1, 4])
+@pytest.mark.parametrize("delay", [0, 1, 10, 24])
+@pytest.mark.parametrize("length", [5, 30, 41])
+def test_the_end_of_a_recording_comes_out_whatever_the_latency(length: int, delay: int, steps_per_beat: int) -> None:
+    samples = np.arange(1, length + 1, dtype=np.float32)
+    cohort: Any = Fake(2, steps_per_beat, delay=delay)
+    played, _ = play(cohort, [Recording("a.wav", samples), recording(90)]).played
+    echo, steps, tail = played.outputs["echo"].ravel(), -(-length // STEP), -(-delay // STEP)
+    assert len(echo) == (steps + tail) * STEP
+    assert np.array_equal(echo[delay : delay + length], samples)
+    assert not echo[:delay].any() and not echo[delay + length :].any()
+    assert played.steps == len(played.outputs["sum"]) == steps  # other kinds end with the recording
+
+
+def test_a_recording_stays_for_its_tail_and_no_longer() -> None:
+    cohort: Any = Fake(2, delay=24)
+    playback = play(cohort, [recording(20), recording(40)])
+    assert [len(beat) for beat in cohort.beats] == [2] * 5 + [1] * 2
+    assert playback.beats == 7 and cohort.sessions == []
 
 
 def test_more_recordings_than_slots_name_both_numbers_and_the_option() -> None:

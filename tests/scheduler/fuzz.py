@@ -520,6 +520,27 @@ def shape_parameter(d: Draft, rng: Rng) -> bool | None:
     return None
 
 
+WORD_EDITS = (1, -1, 5, -5, 16, 1 << 20, -(1 << 20), 1 << 30)
+
+
+def words_off(old: int) -> list[int]:
+    """Other values of a parameter's word: near ones, huge and negative ones, zero, the bits of NaN and infinity."""
+    found = {*(old + e for e in WORD_EDITS), -old, 2 * old, 0, 99, -3, 0x7FC00000, 0x7F800000, -(1 << 31)} - {old}
+    return sorted(w for w in found if -(1 << 31) <= w < 1 << 31)
+
+
+@kind
+def parameter_word(d: Draft, rng: Rng) -> bool | None:
+    """Any word of any payload is off, used or not; but for another meaning that the operator allows."""
+    for _ in range(40):
+        p, k = int(rng.integers(len(d.payloads))), int(rng.integers(9))
+        new = pick(rng, words_off(int(d.payloads["parameter"][p, k])))
+        if new not in d.cls(p).semantic_parameters.get(k, ()):
+            d.payloads["parameter"][p, k] = new
+            return True
+    return None
+
+
 @kind
 def opcode_wrong(d: Draft, rng: Rng) -> bool:
     """An opcode without an operator, or of one that would touch other bytes."""
@@ -624,17 +645,10 @@ def value_role(d: Draft, rng: Rng) -> bool:
 
 
 @kind
-def value_dtype(d: Draft, rng: Rng) -> bool | None:
-    """A value has a dtype that one of its readers does not take."""
-    places = []
-    for p, j, v, _, _, writes in d.accesses():
-        required = [o for o in d.cls(p).operands if not (o.optional or o.variadic)]
-        if not writes and j < len(required):
-            places += [(v, i) for i, dtype in enumerate(DTYPES) if dtype not in required[j].dtypes]
-    found = pick(rng, places)
-    if found is None:
-        return None
-    d.values["dtype"][found[0]] = found[1]
+def value_dtype(d: Draft, rng: Rng) -> bool:
+    """A value that some phase touches has another dtype."""
+    v = pick(rng, sorted({v for _, _, v, _, _, _ in d.accesses()}))
+    d.values["dtype"][v] = pick(rng, [i for i in range(len(DTYPES)) if i != d.values["dtype"][v]])
     return True
 
 

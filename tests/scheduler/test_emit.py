@@ -13,12 +13,12 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.graphs import builder, compiled, graphs
-from wpk.cli.explain import operands, phase_rows
 from wpk.ir.errors import CompileError, ProgramError
 from wpk.ir.graph import Graph
 from wpk.ir.text import print_graph
 from wpk.ir.types import f32
 from wpk.ops.payload import ABSENT, OPERANDS
+from wpk.scheduler.explain import operands, phase_rows
 from wpk.scheduler.program import NONE, Direction, Program
 from wpk.scheduler.target import TARGETS
 

@@ -208,7 +208,7 @@ components:
 def test_a_new_denoiser_is_data_alone() -> None:
     new = ModelSpec.from_yaml(NEW_DENOISER, "my-denoiser")
     assert ModelSpec.from_yaml(new.to_yaml()) == new
-    assert new.latency_samples == 240 and new.clock.beat_ms == 20.0
+    assert new.latency_samples == 240 and new.clock.step_ms == 10.0
     shapes = {name: type.shape for name, type in expected_tensors(new).items()}
     tensors = WeightsStore(settings({})).open(new.weights, shapes)
     audio = 0.1 * np.random.default_rng(0).standard_normal((20, 240))

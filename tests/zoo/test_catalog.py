@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.zoo.specs import SMALL, small
 from wpk.ir.errors import OperatorError, SpecError, StoreError, UnknownModelError, UntrustedSourceError
+from wpk.zoo import catalog as catalog_module
 from wpk.zoo import component as component_module
 from wpk.zoo.build import build_graph
 from wpk.zoo.catalog import Catalog
@@ -58,7 +63,9 @@ def with_code(folder: Path, needed: bool = True) -> Path:
 
 
 def left_over(catalog: Catalog) -> list[str]:
-    return sorted(p.name for p in catalog.added.iterdir()) if catalog.added.exists() else []
+    """Everything in the folder but locks, which stay for the next who wants the name."""
+    entries = catalog.added.iterdir() if catalog.added.exists() else ()
+    return sorted(p.name for p in entries if not p.name.endswith(".lock"))
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -282,6 +289,59 @@ def test_what_was_not_added_is_not_removed(catalog: Catalog) -> None:
     for name in ("nothing", "..", "."):
         with pytest.raises(UnknownModelError):
             catalog.remove(name)
+
+
+# --- killed processes ---------------------------------------------------------------------------------------------
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from wpk.zoo.catalog import Catalog
+os.rename = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
+Catalog(Path(sys.argv[1])).add(Path(sys.argv[2]))
+"""
+
+
+def parts(catalog: Catalog) -> list[str]:
+    return [name for name in left_over(catalog) if name.startswith(".wpk-part.")]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes end otherwise there")
+@pytest.mark.parametrize("sweep", ["add", "remove", "list"])
+def test_what_a_killed_process_left_is_swept(catalog: Catalog, tmp_path: Path, sweep: str) -> None:
+    source = written(tmp_path / "x")
+    environ = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    command = [sys.executable, "-c", KILLED, str(catalog.added), str(source)]
+    assert subprocess.run(command, env=environ, timeout=60).returncode == -signal.SIGKILL
+    (left,) = parts(catalog)
+    assert left.startswith(".wpk-part.small.") and (catalog.added / left / "spec.yaml").exists()
+    if sweep == "list":
+        assert "small" not in [entry.name for entry in catalog.list()]
+    else:
+        catalog.add(source)
+    if sweep == "remove":
+        (catalog.added / ".wpk-part.small.1234").mkdir()
+        catalog.remove("small")
+    assert parts(catalog) == []
+
+
+def test_a_part_whose_writer_lives_is_left_alone(catalog: Catalog) -> None:
+    part = catalog.added / ".wpk-part.small.1234"
+    part.mkdir(parents=True)
+    with FileLock(catalog.added / ".small.lock"):
+        catalog.list()
+        assert part.exists()
+    catalog.list()
+    assert not part.exists()
+
+
+def test_a_name_that_is_held_too_long_is_a_store_error(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "LOCK_TIMEOUT_S", 0.1)
+    catalog.added.mkdir(parents=True)
+    with FileLock(catalog.added / ".small.lock"), pytest.raises(StoreError, match="in use by another process"):
+        catalog.add(written(tmp_path / "x"))
+    assert left_over(catalog) == []
 
 
 # --- disks --------------------------------------------------------------------------------------------------------

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import soundfile
+from typer.testing import CliRunner
 
 from tests import oracles
 from tests.originals import FLASHVAD_FRONT_END, Audio, drums, originals, speech
 from wpk import registry
+from wpk.cli.main import app
 
 pytestmark = [pytest.mark.oracle, pytest.mark.network]
 TOLERANCE = 1e-4
@@ -43,6 +47,21 @@ def test_silero_vad_equals_onnxruntime_frame_by_frame():
         wanted = oracles.silero(file, audio)
         assert wanted.max() > 0.9 and wanted.min() < 0.1
         np.testing.assert_allclose(made["speech"][:, 0], wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_the_command_line_gives_onnxruntime_s_probabilities(tmp_path: Path):
+    recordings = {tmp_path / f"{name}.wav": speech(i) for i, name in enumerate("ab")}
+    for path, audio in recordings.items():
+        soundfile.write(path, audio, 16000, subtype="FLOAT")
+    words = [word for path in recordings for word in ("--wav", str(path))]
+    said = CliRunner().invoke(app, ["run", "silero-vad", *words, "--json"])
+    assert said.exit_code == 0, said.output
+    sessions = json.loads(said.stdout)["sessions"]
+    assert [session["input"] for session in sessions] == list(map(str, recordings))
+    (file,) = weights("silero-vad")
+    for audio, session in zip(recordings.values(), sessions, strict=True):
+        made = np.array(session["outputs"]["speech"])
+        np.testing.assert_allclose(made, oracles.silero(file, audio), rtol=0, atol=TOLERANCE)
 
 
 def test_flashvad_equals_onnxruntime_frame_by_frame():

@@ -31,7 +31,7 @@ def test_a_spec_is_what_its_text_says() -> None:
     spec = ModelSpec.from_yaml(SMALL)
     assert spec.ports.inputs["audio"].type == f32(80)
     assert spec.ports.outputs["speech"].source == "head"
-    assert spec.clock.step_ms == 10.0 and spec.clock.beat_ms == 10.0 and spec.latency_samples == 0
+    assert spec.clock.step_ms == 10.0 and spec.latency_samples == 0
     assert [c.name for c in spec.components] == ["audio_window", "spectrum", "magnitude", "log", "lstm", "head"]
     assert spec.components[3].floor == 1e-5  # type: ignore[attr-defined]  # YAML 1.1 would read a text
     assert str(spec.licence) == "MIT"

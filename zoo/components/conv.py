@@ -34,14 +34,16 @@ def _with_history(g: GraphBuilder, state: str, x: Value, rows: int) -> Value:
 class Conv1d(Component):
     """Convolution over time: [t, c] (or a vector, as one channel) -> [frames, channels].
 
-    pad_left, pad_right: zeros inside the step. causal: the last taps - stride frames of earlier steps come in front
-    instead, so that steps join without a seam; t must be a multiple of the stride. Parameters weight
+    pad_left, pad_right: zeros inside the step. dilation: frames between taps. causal: the last
+    (taps - 1) * dilation + 1 - stride frames of earlier steps come in front instead, so that steps join without a
+    seam; t must be a multiple of the stride. Parameters weight
     [channels, c, taps] (PyTorch's order), bias [channels].
     """
 
     channels: Size
     taps: Size
     stride: Size = 1
+    dilation: Size = 1
     pad_left: Count = 0
     pad_right: Count = 0
     causal: bool = False
@@ -50,9 +52,14 @@ class Conv1d(Component):
 
     @model_validator(mode="after")
     def _one_way_to_begin(self) -> Conv1d:
-        if self.causal and (self.pad_left or self.pad_right or self.taps < self.stride):
-            raise ValueError("causal: wanted no padding and taps >= stride, found otherwise")
+        if self.causal and (self.pad_left or self.pad_right or self._reach < self.stride):
+            raise ValueError("causal: wanted no padding and a reach of at least the stride, found otherwise")
         return self
+
+    @property
+    def _reach(self) -> int:
+        """Frames from the first tap to the last."""
+        return (self.taps - 1) * self.dilation + 1
 
     def build(self, g: GraphBuilder, inputs: tuple[Value, ...], tensors: Tensors) -> Value:
         x = _signal(g, "conv1d", inputs[0])
@@ -60,12 +67,12 @@ class Conv1d(Component):
             if x.type.shape[0] % self.stride:
                 wanted = f"a multiple of {self.stride} frames"
                 raise GraphError("causal conv1d: frames of a step", wanted=wanted, found=x.type)
-            x = _with_history(g, self.state("history"), x, self.taps - self.stride)
+            x = _with_history(g, self.state("history"), x, self._reach - self.stride)
         weight = tensors.get("weight", f32(self.channels, x.type.shape[1], self.taps))
         bias = (tensors.get("bias", f32(self.channels)),) if self.bias else ()
         return g.op(  # type: ignore[no-any-return]
-            "conv1d", x, weight, *bias, stride=self.stride, pad_left=self.pad_left, pad_right=self.pad_right,
-            activation=self.activation,
+            "conv1d", x, weight, *bias, stride=self.stride, dilation=self.dilation,
+            pad_left=self.pad_left, pad_right=self.pad_right, activation=self.activation,
         )  # fmt: skip
 
 

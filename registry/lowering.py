@@ -1,0 +1,33 @@
+"""A model's beat as phases, compiled in memory alone: neither weights nor a profile are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wpk.ir.errors import WpkError
+from wpk.ops import LIBRARY
+from wpk.ops.requirements import Selection
+from wpk.registry.models import find_model
+from wpk.registry.profile import Manifest
+from wpk.scheduler.compile import lower_beat
+from wpk.scheduler.phases import Lowered, Phase
+from wpk.scheduler.program import Program
+from wpk.zoo.build import build_graph
+from wpk.zoo.spec import ModelSpec
+
+
+def lowered_beat(spec: ModelSpec, context: int | None = None) -> Lowered:
+    """One beat's phases, as every target runs them."""
+    graph = build_graph(spec, context=spec.context if context is None else context)
+    return lower_beat(graph, Selection(spec.operators, LIBRARY), spec.clock.steps_per_beat)
+
+
+def recompiled(manifest: Manifest, program: Program) -> Sequence[Phase] | None:
+    """The phases of the same model compiled now; None where they are no longer this program's."""
+    try:
+        phases = lowered_beat(find_model(manifest.model), manifest.context).phases
+    except WpkError:
+        return None
+    made = [(f"{p.operator.name}@{p.operator.version}", p.label) for p in phases]
+    held = [(program.operators[p["opcode"]], label) for p, label in zip(program.payloads, program.labels, strict=True)]
+    return phases if made == held else None
