@@ -191,6 +191,11 @@ def ptxas_version() -> str:
     return subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout.strip() if ptxas else "none"
 
 
+def can_build() -> bool:
+    """Whether kernels for a GPU can be built here."""
+    return importlib.util.find_spec("numba_cuda") is not None and find_ptxas() is not None
+
+
 def _require_numba_cuda() -> None:
     if importlib.util.find_spec("numba_cuda") is None:
         raise KernelError(

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wpk import ir, scheduler, zoo
-from wpk.ir.errors import CapacityError
+from wpk.ir.errors import CapacityError, WpkError
 from wpk.ir.graph import Graph
 from wpk.kernel.bodies import compile_kernel
 from wpk.kernel.cpu import LOOPS
+from wpk.kernel.cubin import can_build
+from wpk.kernel.driver import find_device
 from wpk.ops import LIBRARY
 from wpk.ops.requirements import Selection
 from wpk.registry.models import find_model
@@ -23,7 +25,7 @@ from wpk.registry.profile import SCHEMA, Manifest, OperatorUse, ProfileStore, in
 from wpk.registry.settings import Settings, settings
 from wpk.registry.storage import locked, sha256_bytes
 from wpk.scheduler.compile import MAX_CAPACITY, Compiled, compile_graph, lower_beat
-from wpk.scheduler.target import Target, find_target
+from wpk.scheduler.target import Target, find_target, target_of_device
 from wpk.zoo.build import build_graph
 from wpk.zoo.spec import ModelSpec
 
@@ -88,8 +90,15 @@ def build(
 
 
 def default_target() -> str:
-    """The target that "auto" means on this machine."""
-    return "cpu"
+    """The target that "auto" means on this machine: its GPU's, where a kernel for it can be built, else the CPU."""
+    if not can_build():
+        return "cpu"
+    try:
+        device = find_device()
+    except WpkError:
+        return "cpu"
+    target = target_of_device(device.name, device.multiprocessors)
+    return "cpu" if target is None else target.name
 
 
 def default_context(spec: ModelSpec) -> int:

@@ -22,6 +22,7 @@ class Target(BaseModel):
     flops: dict[str, float]  # FLOP/s by precision of the products
     barrier_s: float  # one grid barrier
     least_task_s: float  # shorter shares of a phase are not worth a block
+    devices: tuple[str, ...] = ()  # parts of the names by which a driver calls such a GPU
 
 
 TARGETS = {
@@ -34,10 +35,12 @@ TARGETS = {
         Target(
             name="h100-sxm", kind="cuda", blocks=132, memory_bytes=80 * 10**9, bandwidth=3.35e12,
             flops={"f32": 66.9e12, "tf32": 494.5e12, "bf16": 989e12}, barrier_s=0.9e-6, least_task_s=0.2e-6,
+            devices=("H100 80GB HBM3", "H100 SXM"),
         ),
         Target(
             name="h200", kind="cuda", blocks=132, memory_bytes=141 * 10**9, bandwidth=4.8e12,
             flops={"f32": 66.9e12, "tf32": 494.5e12, "bf16": 989e12}, barrier_s=0.9e-6, least_task_s=0.2e-6,
+            devices=("H200",),
         ),
     )
 }  # fmt: skip
@@ -48,3 +51,9 @@ def find_target(name: str) -> Target:
     if name not in TARGETS:
         raise TargetError(f"no target {name!r}", wanted=" | ".join(TARGETS), found=name)
     return TARGETS[name]
+
+
+def target_of_device(name: str, multiprocessors: int) -> Target | None:
+    """The target that describes a GPU of that name with so many multiprocessors; None where none does."""
+    fitting = (t for t in TARGETS.values() if t.blocks == multiprocessors and any(d in name for d in t.devices))
+    return next(fitting, None)

@@ -12,6 +12,7 @@ import pytest
 from tests.zoo.specs import SMALL, small
 from wpk import registry
 from wpk.ir.errors import CapacityError, CompileError, ProfileError, StoreError, TargetError, UnknownModelError
+from wpk.kernel.driver import Device
 from wpk.registry import ProfileStore, build
 from wpk.registry.settings import Settings
 from wpk.zoo.spec import ModelSpec
@@ -142,6 +143,27 @@ def test_anything_else_that_decides_the_program_is_in_the_id(where: Settings) ->
     every = [plain, *(plain | change for change in ({"capacity": 3}, {"context": 2}, {"target": "h100-sxm"}))]
     made = [build(SPEC, **options, where=where).manifest.id for options in every]
     assert len(set(made)) == 4 and len({id[-8:] for id in made}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "multiprocessors", "wanted"),
+    [("NVIDIA H200", 132, "h200"), ("NVIDIA H100 80GB HBM3", 132, "h100-sxm"), ("NVIDIA H200", 66, "cpu"),
+     ("NVIDIA L4", 58, "cpu"), (None, 0, "cpu")],
+)  # fmt: skip
+def test_auto_is_the_gpu_that_a_target_describes_else_the_cpu(
+    name: str | None, multiprocessors: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> Device:
+        if name is None:
+            raise TargetError("no GPU that this process may use", wanted="GPU 0", found="no driver")
+        return Device(0, name, multiprocessors, (9, 0))
+
+    module = sys.modules["wpk.registry.build"]
+    monkeypatch.setattr(module, "find_device", found)
+    monkeypatch.setattr(module, "can_build", lambda: True)
+    assert module.default_target() == wanted
+    monkeypatch.setattr(module, "can_build", lambda: False)
+    assert module.default_target() == "cpu"
 
 
 def test_context_is_the_specs_unless_it_is_given(where: Settings) -> None:
