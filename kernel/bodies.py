@@ -19,7 +19,7 @@ import numba
 from filelock import FileLock
 from numba import cfunc, njit, types
 
-from wpk.ir.errors import KernelError
+from wpk.ir.errors import KernelError, WpkError
 from wpk.ops.operator import LIBRARY
 
 SIGNATURE = types.void(*[types.int64] * 7)
@@ -47,12 +47,27 @@ def compile_kernel(
     folder = _prepare(cache)
     lock = FileLock(folder / "lock") if folder else nullcontext()
     key = str(folder or "")
-    with lock:
-        addresses = [_once((key, name), partial(_compile_body, name, bool(folder))) for name in operators]
-        dispatchers = [
-            _once((key, loop.__qualname__), partial(_compile_loop, loop, signature, bool(folder)))
+    names = list(operators)
+
+    def compiled(cached: bool) -> tuple[list[Any], list[Any]]:
+        bodies = [_once((key, name), partial(_compile_body, name, cached)) for name in names]
+        return bodies, [
+            _once((key, loop.__qualname__), partial(_compile_loop, loop, signature, cached))
             for loop, signature in loops.items()
         ]
+
+    with lock:
+        try:
+            addresses, dispatchers = compiled(folder is not None)
+        except WpkError:
+            raise
+        except Exception:
+            # numba does not say what is wrong with a damaged cache file, it just fails: make it anew.
+            if folder is None:
+                raise
+            for stale in [*folder.glob("*/*.nbi"), *folder.glob("*/*.nbc")]:
+                stale.unlink(missing_ok=True)
+            addresses, dispatchers = compiled(True)
     return [int(a.address) for a in addresses], dispatchers
 
 

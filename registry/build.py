@@ -71,13 +71,14 @@ def build(
     identity = _identity(graph, library, spec, spec_sha, capacity, context, chosen)
     store = ProfileStore(where)
     folder = store.folder / identity
+    found = None if force else _usable(store, identity)  # without the lock: reading needs no right to write
+    if found is not None:
+        return Built(found, folder, True, time.monotonic() - started)
     # One build an identity, however many processes ask: the others wait here and find it done.
     with locked(folder.with_name(f"{identity}.build")):
-        entry = None if force else store.get(identity)
-        if entry is not None and entry.error is not None:
-            raise entry.error  # damaged, and not by us, who publish whole folders: the user should know
-        if entry is not None and entry.manifest is not None and not list(incompatibilities(entry.manifest)):
-            return Built(entry.manifest, entry.path, True, time.monotonic() - started)
+        found = None if force else _usable(store, identity)
+        if found is not None:
+            return Built(found, folder, True, time.monotonic() - started)
         steps = spec.clock.steps_per_beat
         _check_memory(spec.name, graph, library, chosen, capacity, steps)
         options = {} if show is None else {"show": show}
@@ -87,6 +88,16 @@ def build(
         if chosen.kind == "cpu":
             compile_kernel(compiled.program.operators, LOOPS, where.kernels)
     return Built(manifest, path, False, time.monotonic() - started)
+
+
+def _usable(store: ProfileStore, identity: str) -> Manifest | None:
+    """The manifest of a profile that is there and runs here; None where it is to be built."""
+    entry = store.get(identity)
+    if entry is not None and entry.error is not None:
+        raise entry.error  # damaged, and not by us, who publish whole folders: the user should know
+    if entry is None or entry.manifest is None or list(incompatibilities(entry.manifest)):
+        return None
+    return entry.manifest
 
 
 def default_target() -> str:

@@ -108,7 +108,7 @@ class Cohort:
         """
         with self._lock:
             self._require_open()
-            sessions, blocks = self._checked(inputs or {})
+            sessions, blocks = self._checked({} if inputs is None else inputs)
             for name, views in self._inputs.items():
                 for step, view in enumerate(views):
                     view[:] = 0
@@ -150,6 +150,8 @@ class Cohort:
     # --- helpers ------------------------------------------------------------------------------------------------
     def _checked(self, inputs: Mapping[Session, Mapping[str, Array]]) -> tuple[list[Session], dict[str, Array]]:
         """The sessions, and for each port their input as one array [sessions, steps, values]."""
+        if not isinstance(inputs, Mapping):
+            raise SessionError("a beat's inputs", wanted="{session: {port: array}}", found=type(inputs).__name__)
         for session, ports in inputs.items():
             self._require(session)
             if not isinstance(ports, Mapping) or ports.keys() != self._inputs.keys():
@@ -177,7 +179,7 @@ class Cohort:
 
     def _require(self, session: Session) -> None:
         known = self._sessions.get(session.slot) if isinstance(session, Session) else None
-        if known is not session:
+        if known is None or known is not session:
             raise SessionError(
                 f"{session!r} is not in this cohort", wanted="a session that has joined and not left",
                 found="another cohort's, or one that has left",
@@ -197,7 +199,7 @@ class _Views(list[Array]):
     @property
     def kinds(self) -> str:
         """NumPy's kinds of numbers that may be given: whole ones where the port's are."""
-        return "biu" if self.dtype.kind == "i" else "fiu"
+        return "biu" if self.dtype.kind == "i" else "f"
 
 
 def _stacked(rows: Sequence[Array], views: _Views) -> Array | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from wpk.ir.errors import UsageError
 from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cuda import CudaKernel
 from wpk.kernel.driver import find_device
@@ -38,6 +39,10 @@ def load(
     The cohort is a context manager.
     """
     where = where or settings()
+    if not isinstance(model, str | ModelSpec):
+        raise UsageError("a model to load", wanted="its name or a ModelSpec", found=type(model).__name__)
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise UsageError("a number of threads", wanted="an int of at least 1", found=repr(threads))
     spec = find_model(model, where) if isinstance(model, str) else model
     built = build(spec, capacity=capacity, context=context, target=target, where=where)
     chosen = find_target(built.manifest.target)

@@ -82,4 +82,11 @@ def _read(tensors: TensorSet, port: Port) -> Array:
     array, shape = tensors.read(port.name), port.value.type.shape
     if array.shape != shape:
         raise WeightsError(f"tensor {port.name!r} has the wrong shape", wanted=shape, found=array.shape)
+    with np.errstate(over="ignore"):
+        sound = array.dtype.kind != "f" or np.isfinite(array.astype(np.float32, copy=False)).all()
+    if not sound:
+        raise WeightsError(
+            f"tensor {port.name!r} is not finite", wanted="numbers that float32 holds", found="NaN, infinity or more",
+            hint="The file is damaged, or the training that made it went astray.",
+        )  # fmt: skip
     return array

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from wpk.ir.errors import OperatorError, ProfileError, TargetError, WpkError
+from wpk.ir.errors import OperatorError, ProfileError, ProgramError, TargetError, WpkError
 from wpk.ir.graph import Graph
 from wpk.ir.text import parse_graph
 from wpk.ops import LIBRARY
@@ -165,7 +165,13 @@ class ProfileStore:
                     wanted=f"sha256 {wanted[:16]}", found=f"sha256 {sha256_bytes(bytes_)[:16]}",
                     hint=_mend(entry.manifest),
                 )  # fmt: skip
-        return Profile(entry.manifest, Program.from_bytes(data), parse_graph(load.decode()), entry.path)
+        program = Program.from_bytes(data)
+        for field, said, found in contradictions(entry.manifest, program):
+            raise ProfileError(
+                f"profile {entry.id}: {field} of the manifest is not the program's", wanted=said, found=found,
+                hint=_mend(entry.manifest),
+            )  # fmt: skip
+        return Profile(entry.manifest, program, parse_graph(load.decode()), entry.path)
 
     def verify(self, prefix: str) -> tuple[Check, ...]:
         """Re-hash, check compatibility, and run the static checks on the bytes."""
@@ -201,7 +207,14 @@ class ProfileStore:
                 yield Check(f"sha256 {name}", False, str(error))
                 return
             yield Check(f"sha256 {name}", found == wanted, f"wanted {wanted[:16]}, found {found[:16]}")
-        yield from check_program(self._bytes(entry.path / PROGRAM))
+        data = self._bytes(entry.path / PROGRAM)
+        yield from check_program(data)
+        try:
+            broken = list(contradictions(entry.manifest, Program.from_bytes(data)))
+            detail = "; ".join(f"{field}: manifest {said}, program {found}" for field, said, found in broken)
+            yield Check("manifest says what the program is", not broken, detail or "sizes and operators agree")
+        except ProgramError as error:
+            yield Check("manifest says what the program is", False, str(error))
         try:
             parse_graph(self._bytes(entry.path / LOAD).decode())
             yield Check("load graph", True, "parses")
@@ -275,6 +288,21 @@ def _mend(manifest: Manifest) -> str:
         f"Build it again: `wpk profile build {m.model} --cap {m.capacity} --context {m.context} --target {m.target} "
         "--force`."
     )
+
+
+def contradictions(manifest: Manifest, program: Program) -> Iterator[tuple[str, object, object]]:
+    """(field, what the manifest says, what the program is) wherever the two differ."""
+    named = tuple(f"{use.name}@{use.version}" for use in manifest.operators)
+    for field, said, found in (
+        ("capacity", manifest.capacity, program.slots),
+        ("steps_per_beat", manifest.steps_per_beat, program.steps),
+        ("arenas", manifest.arenas, program.arena_bytes()),
+        ("phases", manifest.phases, len(program.payloads)),
+        ("waves", manifest.waves, program.waves),
+        ("operators", named, program.operators),
+    ):
+        if said != found:
+            yield field, said, found
 
 
 def incompatibilities(manifest: Manifest) -> Iterator[ProfileError]:

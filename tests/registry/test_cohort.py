@@ -170,19 +170,27 @@ def test_input_may_be_anything_that_holds_these_numbers(given: Callable[[Array],
 
 def test_each_session_may_give_its_own_kind_of_array(load: Load) -> None:
     cohort = load()
-    sessions = [cohort.join() for _ in range(4)]
+    sessions = [cohort.join() for _ in range(3)]
     frame = np.arange(80, dtype=np.float32)
-    given = [frame, frame.reshape(4, 20), frame.astype(np.float64).tolist(), frame.astype(np.int16)]
+    given = [frame, frame.reshape(4, 20), frame.astype(np.float64).tolist()]
     outputs = cohort.beat({s: {"audio": g} for s, g in zip(sessions, given, strict=True)})
     assert len({bits(o) for o in outputs.values()}) == 1
 
 
-def test_whole_numbers_are_numbers(load: Load) -> None:
-    cohort = load(capacity=2)
-    a, b = cohort.join(), cohort.join()
-    given = np.arange(80, dtype=np.int16)
-    outputs = cohort.beat({a: {"audio": given}, b: {"audio": given.astype(np.float32)}})
-    assert bits(outputs[a]) == bits(outputs[b])
+def test_pcm_is_not_taken_for_audio_in_minus_one_to_one(load: Load) -> None:
+    cohort = load()
+    with pytest.raises(SessionError, match="int16"):
+        cohort.beat({cohort.join(): {"audio": np.arange(80, dtype=np.int16)}})
+
+
+def test_a_beat_takes_a_mapping_and_none_is_no_session(load: Load) -> None:
+    cohort = load()
+    cohort.join()
+    for inputs in ([1], 3, "ab"):
+        with pytest.raises(SessionError, match="a beat's inputs"):
+            cohort.beat(inputs)  # type: ignore[arg-type]
+    with pytest.raises(SessionError, match="not in this cohort"):
+        cohort.leave(None)  # type: ignore[arg-type]
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------

@@ -293,6 +293,17 @@ def test_a_manifest_of_another_version_is_refused_by_field(
     assert store.prune() == (entry.name,)
 
 
+@pytest.mark.parametrize("change", [{"capacity": 64}, {"steps_per_beat": 9}, {"waves": 1}, {"arenas": {}}])
+def test_a_manifest_that_is_not_the_program_s_is_refused(
+    change: dict[str, Any], entry: Path, store: ProfileStore
+) -> None:  # fmt: skip
+    rewrite(entry, **change)
+    (field,) = change
+    assert f"{field} of the manifest is not the program's" in str(refused(store, entry))
+    failed = [c for c in store.verify(entry.name) if not c.ok]
+    assert [c.name for c in failed] == ["manifest says what the program is"]
+
+
 @pytest.mark.parametrize("text", [b"[]", b"3", b"{", b"[" * 100_000, b"\xff"])
 def test_a_manifest_that_is_none_is_refused(text: bytes, entry: Path, store: ProfileStore) -> None:
     (entry / "manifest.json").write_bytes(text)

@@ -137,7 +137,7 @@ def test_a_file_that_the_wheel_lacks_is_named_beside_what_it_has(here: Settings,
     assert "tiny/deep/b.safetensors" in str(caught.value.found)
 
 
-def test_damage_is_seen_by_size_on_open_and_by_hash_on_pull(here: Settings, links: Path) -> None:
+def test_damage_is_seen_by_size_and_by_hash(here: Settings, links: Path) -> None:
     source = tiny(links)
     store(here, links).pull(source)
     (kept,) = here.weights.rglob("a.safetensors")
@@ -150,6 +150,8 @@ def test_damage_is_seen_by_size_on_open_and_by_hash_on_pull(here: Settings, link
     assert f"{len(whole)} bytes" in str(caught.value.wanted) and f"{len(whole) - 1} bytes" in str(caught.value.found)
 
     kept.write_bytes(whole[:-1] + b"\xff")
+    with pytest.raises(WeightsError, match="damaged.*wanted sha256"):
+        no_pip(here).open(source)
     with pytest.raises(OfflineError):
         no_pip(offline(here)).pull(source)
     store(here, links).pull(source)  # mended
