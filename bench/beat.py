@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from wpk.bench.machine import commit, describe_machine
 from wpk.bench.onnx import OnnxBaseline
-from wpk.bench.results import keep
+from wpk.bench.records import keep
 from wpk.ir.errors import UsageError, WpkError
 from wpk.ir.progress import Progress, silent
 from wpk.kernel.cpu import available_cpus

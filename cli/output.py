@@ -25,7 +25,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
-from wpk.ir.errors import CapacityError, UsageError, WpkError
+from wpk.ir.errors import CapacityError, StoreError, UsageError, WpkError
 from wpk.ir.progress import Progress, silent
 
 DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -40,6 +40,14 @@ class InternalError(WpkError):
 
 class InterruptedRun(WpkError):
     """The user ended the command."""
+
+
+class StreamError(Exception):
+    """A standard stream that is closed or cannot be written. reason: None where its reader has just left."""
+
+    def __init__(self, reason: str | None) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 # --- blocks: what people read --------------------------------------------------------------------------------------
@@ -88,12 +96,12 @@ class Output:
     def note(self, text: str) -> None:
         """Something worth knowing beside the result, on stderr."""
         if not self.quiet:
-            write(sys.stderr, f"note: {text}\n")
+            _say(f"note: {text}\n")
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
         """A report function that draws on stderr where that is a terminal, and does nothing elsewhere."""
-        if self.quiet or not sys.stderr.isatty():
+        if self.quiet or not _terminal(sys.stderr):
             yield silent
             return
         from rich.console import Console
@@ -135,24 +143,25 @@ def guard(command: Callable[[], object], *, json: bool) -> int:
         code = command()
         if code == INTERRUPTED:  # typer has turned the interrupt into this
             raise KeyboardInterrupt
-        sys.stdout.flush()
+        write(sys.stdout, "")
         return code if isinstance(code, int) else DONE
+    except StreamError as closed:
+        return _reader_left(closed.reason)
     except (Exception, KeyboardInterrupt) as raised:
         if isinstance(raised, OSError) and raised.errno == errno.EPIPE:
-            return _reader_left()
+            return _reader_left(None)
         cause = raised
     if type(cause).__name__ == "NoArgsIsHelpError":  # typer's; the help that it carries has been printed
         return WRONG_USE
     error = translated(cause)
+    if not isinstance(error, UsageError) and debugging():
+        _say("".join(traceback.format_exception(cause)))
+    _say(error_text(error))
     try:
-        if not isinstance(error, UsageError) and debugging():
-            write(sys.stderr, "".join(traceback.format_exception(cause)))
-        write(sys.stderr, error_text(error))
-        if json:
-            write(sys.stdout, to_json({"error": error.as_dict()}) + "\n")
-        sys.stdout.flush()
-    except OSError:
-        return _reader_left()
+        write(sys.stdout, to_json({"error": error.as_dict()}) + "\n" if json else "")
+    except StreamError:
+        _discard(sys.stdout)
+        return exit_code(error) if not json else FAILED
     return exit_code(error)
 
 
@@ -173,10 +182,49 @@ def translated(error: BaseException) -> WpkError:
         return InternalError(
             "memory ran out", found=str(error) or None, hint="lower --cap, or run it where there is more memory"
         )
+    if isinstance(error, OSError) and (disk := _disk_error(error)) is not None:
+        return disk
     return InternalError(
         "something went wrong that WPK did not foresee",
         found=f"{type(error).__name__}: {error}",
         hint="run it again with WPK_DEBUG=1, and report what it prints",
+    )
+
+
+_DISK_HINTS = {
+    errno.EACCES: "check the permissions of it and of the folders above it",
+    errno.EPERM: "check the permissions of it and of the folders above it",
+    errno.ENOENT: "check the path",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENOTDIR: "a part of the path is a file where a folder is needed",
+    errno.ENOSPC: "make room on the disk, or set $WPK_HOME to another one",
+    errno.EDQUOT: "make room in your quota, or set $WPK_HOME to another disk",
+    errno.EFBIG: "the limit of a file's size is reached (`ulimit -f`, or the file system)",
+    errno.EROFS: "its disk is read-only; choose another place",
+    errno.ELOOP: "symbolic links lead in a circle; name the file itself",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "too many files are open on this machine",
+    errno.EIO: "the disk fails; check it, and copy the file again",
+}
+
+
+def _disk_error(error: OSError) -> StoreError | None:
+    """What the operating system says of a file or disk; None for other errors, such as the network's."""
+    if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+        return None
+    hint = _DISK_HINTS.get(error.errno)
+    if error.filename is None and hint is None:
+        return None
+    named = [
+        os.fsdecode(p) if isinstance(p, bytes) else str(p) for p in (error.filename, error.filename2) if p is not None
+    ]
+    reason = error.strerror or str(error)
+    return StoreError(
+        f"{' -> '.join(named) or 'a file'} cannot be used",
+        wanted="a file or folder that can be read and written",
+        found=f"{type(error).__name__}: {reason}",
+        hint=hint or "check that it exists and may be read and written",
     )
 
 
@@ -190,19 +238,60 @@ def debugging() -> bool:
         return False
 
 
-def _reader_left() -> int:
-    # Python flushes stdout once more as it ends; without a reader that would complain.
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _reader_left(reason: str | None) -> int:
+    """The result did not arrive. A reader that left (`| head`) has had enough; anything else is said."""
+    _discard(sys.stdout)
+    if reason is not None:
+        hint = "check where stdout leads, and the room there"
+        _say(error_text(StoreError("stdout cannot be written", wanted="an open stream", found=reason, hint=hint)))
     return FAILED
 
 
+def _discard(stream: TextIO | None) -> None:
+    # Python flushes its streams once more as it ends; without a reader that would complain.
+    with suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, stream.fileno())  # type: ignore[union-attr]
+        finally:
+            os.close(null)
+
+
+def _say(text: str) -> None:
+    """Text on stderr, as far as that can be written: it must not stand in the way of the result."""
+    try:
+        write(sys.stderr, text)
+    except StreamError:
+        _discard(sys.stderr)
+
+
+def _terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
 # --- text ---------------------------------------------------------------------------------------------------------
-def write(stream: TextIO, text: str) -> None:
-    """Write text whatever the stream's encoding; what it cannot show is escaped."""
+def write(stream: TextIO | None, text: str) -> None:
+    """Write text whatever the stream's encoding; what it cannot show is escaped. Raises StreamError."""
+    if stream is None:  # Python found it closed
+        raise StreamError("it is closed")
     encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    stream.flush()
+    shown = text.encode(encoding, "backslashreplace").decode(encoding)
+    with _writing():
+        stream.write(shown)
+        stream.flush()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StreamError(None if error.errno == errno.EPIPE else error.strerror or str(error)) from error
+    except ValueError as error:
+        raise StreamError(str(error)) from error
 
 
 def to_json(value: Mapping[str, Any]) -> str:
@@ -252,8 +341,8 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _show(stream: TextIO, blocks: Sequence[Block]) -> None:
-    terminal = stream.isatty()
+def _show(stream: TextIO | None, blocks: Sequence[Block]) -> None:
+    terminal = _terminal(stream)
     for index, block in enumerate(blocks):
         titled = not isinstance(block, str) and block.title
         if index and titled:
@@ -266,7 +355,7 @@ def _show(stream: TextIO, blocks: Sequence[Block]) -> None:
             write(stream, "\n".join([*([block.title] if titled else []), *lines]) + "\n")
         elif not block.rows:
             write(stream, (block.empty or f"no {block.title or 'rows'}") + "\n")
-        elif terminal:
+        elif terminal and stream is not None:
             _rich_table(stream, block)
         else:
             write(stream, _plain_table(block))
@@ -299,7 +388,8 @@ def _rich_table(stream: TextIO, table: Table) -> None:
         drawn.add_column(column, justify="right" if _numeric(table.rows, i) else "left", overflow="fold")
     for row in table.rows:
         drawn.add_row(*(Text(_cell(value)) for value in row))
-    Console(file=stream).print(drawn)
+    with _writing():
+        Console(file=stream).print(drawn)
 
 
 def refuse(message: str, *, wanted: object = None, found: object = None, hint: str | None = None) -> NoReturn:

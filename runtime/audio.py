@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ Samples = npt.NDArray[np.float32]
 _MIN_RATE, _MAX_RATE = 1_000, 768_000  # hertz; outside of it a header is nonsense, and so is resampling
 # What programs that write to a pipe put where the length should be: "unknown, up to the end".
 _UNKNOWN_LENGTHS = frozenset({0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, 0x7FFFFFFE, 0x80000000})
+
+_W64_RIFF = b"riff" + bytes.fromhex("2e91cf11a5d628db04c10000")
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,16 @@ def load_audio(path: str | os.PathLike[str], sample_rate: int) -> tuple[Samples,
             info = AudioInfo(path, file.channels, file.samplerate, file.subtype, file.frames)
             promised = _promised_frames(path)
             wanted = file.frames if promised is None else promised
+            _require_all_bytes(path, counted=promised is not None)
             audio = file.read(dtype="float32", always_2d=True)
-    except (soundfile.SoundFileError, RuntimeError, TypeError) as error:  # TypeError: headerless raw needs parameters
+    except (AudioError, MemoryError):
+        raise
+    except Exception as error:  # soundfile raises many: TypeError for headerless raw, ValueError for GSM 6.10, ...
         raise AudioError(
             f"{path} is no audio that can be read",
             wanted="WAV, FLAC, OGG, MP3 or another format of libsndfile",
             found=str(getattr(error, "error_string", error)),
-            hint="convert it to WAV, or copy it again if it is damaged",
+            hint="convert it to WAV of PCM or floats, or copy it again if it is damaged",
         ) from error
     if audio.shape[0] < wanted:
         raise AudioError(
@@ -117,10 +123,9 @@ def write_wav(path: str | os.PathLike[str], audio: npt.ArrayLike, sample_rate: i
         raise AudioError(f"audio for {path}", wanted=", ".join(soundfile.available_subtypes("WAV")), found=subtype)
     _require_finite(path, values.reshape(values.shape[0], -1))
 
-    def write(stream: BinaryIO) -> None:
-        soundfile.write(stream, values, sample_rate, format="WAV", subtype=subtype)
-
-    replace_file(path, write)
+    encoded = io.BytesIO()  # in memory, so that a full disk is met by a plain write, which says so
+    soundfile.write(encoded, values, sample_rate, format="WAV", subtype=subtype)
+    replace_file(path, lambda stream: stream.write(encoded.getbuffer()))
 
 
 def _require_file(path: Path) -> None:
@@ -162,6 +167,59 @@ def _promised_frames(path: Path) -> int | None:
             return _chunk_frames(stream, "<", b"data")
         if magic[:4] == b"FORM" and magic[8:] in (b"AIFF", b"AIFC"):
             return _chunk_frames(stream, ">", b"SSND")
+    return None
+
+
+def _require_all_bytes(path: Path, counted: bool) -> None:
+    """Refuse a file that ends before its samples do. counted: its frames are compared instead.
+
+    For RF64, W64, AU and the WAV and AIFF codecs whose blocks are not frames. In other formats libsndfile either
+    refuses a truncated file or cannot tell, and neither can this.
+    """
+    if counted or (found := _sample_bytes(path)) is None:
+        return
+    promised, present = found
+    if present < promised:
+        raise AudioError(
+            f"{path} is cut short",
+            wanted=f"{promised} bytes of samples, as its header says",
+            found=f"{present} bytes",
+            hint="copy or record it again",
+        )
+
+
+def _sample_bytes(path: Path) -> tuple[int, int] | None:
+    """The bytes of samples that a header promises, and those that are there; None where it does not say."""
+    total = path.stat().st_size
+    with open(path, "rb") as stream:
+        magic = stream.read(16)
+        if magic == _W64_RIFF:
+            stream.seek(40)  # GUID, size, GUID
+            while len(head := stream.read(24)) == 24:
+                size = int(struct.unpack_from("<Q", head, 16)[0]) - 24  # chunk sizes count their heads
+                if head[:4] == b"data":
+                    return (size, total - stream.tell()) if 0 <= size < 1 << 62 else None
+                if size < 0 or stream.tell() + size > total:
+                    return None
+                stream.seek(size + -size % 8, os.SEEK_CUR)
+            return None
+        if magic[:4] == b".snd":
+            start, size = struct.unpack_from(">II", magic.ljust(16, b"\0"), 4)
+            return None if size in _UNKNOWN_LENGTHS else (size, max(total - start, 0))
+        if magic[:4] not in (b"RIFF", b"RF64", b"FORM"):
+            return None
+        order, long = ">" if magic[:4] == b"FORM" else "<", 0
+        stream.seek(12)
+        while len(head := stream.read(8)) == 8:
+            tag, size = struct.unpack(f"{order}4sI", head)
+            if tag in (b"data", b"SSND"):
+                size = long if magic[:4] == b"RF64" and size == 0xFFFFFFFF else size
+                unknown = size in _UNKNOWN_LENGTHS or not 0 < size < 1 << 62
+                return None if unknown else (size, total - stream.tell())
+            body = stream.read(16) if tag == b"ds64" and size >= 16 else b""
+            if body:
+                long = struct.unpack_from("<Q", body.ljust(16, b"\0"), 8)[0]
+            stream.seek(size - len(body) + size % 2, os.SEEK_CUR)
     return None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wpk.ir.errors import CapacityError, SpecError, UsageError
+from wpk.ir.errors import CapacityError, SessionError, SpecError, UsageError
 
 if TYPE_CHECKING:
     from wpk.registry.cohort import Cohort, Session
@@ -117,7 +117,8 @@ def play(
 ) -> Playback:
     """Play all recordings at once; realtime paces the beats by the model's clock, else they follow one another.
 
-    progress(beats done, beats in all). Raises CapacityError where there are more recordings than free slots.
+    progress(beats done, beats in all). Raises CapacityError where there are more recordings than free slots,
+    and SessionError after playing where an output is not finite.
     """
     if not recordings:
         raise UsageError("there is nothing to play", wanted="at least one recording", found="none")
@@ -151,6 +152,7 @@ def play(
         Played(recording, count, _by_step(found, clock.steps_per_beat, count, tails))
         for recording, found, count in zip(recordings, collected, steps, strict=True)
     )
+    _require_finite(played)
     return Playback(played, durations, schedule.late)
 
 
@@ -198,6 +200,19 @@ def _frame(samples: Samples, beat: int, length: int) -> Samples:
     """Samples [length] of one beat, with silence behind the end."""
     frame = samples[beat * length : (beat + 1) * length]
     return frame if len(frame) == length else np.pad(frame, (0, length - len(frame)))
+
+
+def _require_finite(played: Sequence[Played]) -> None:
+    for one in played:
+        for port, values in one.outputs.items():
+            bad: NDArray[np.bool_] = np.any(~np.isfinite(values), axis=1)
+            if bad.any():
+                raise SessionError(
+                    f"the output {port!r} for {one.recording.name} is not finite",
+                    wanted="finite numbers",
+                    found=f"{bad.sum()} of {len(bad)} steps with NaN or infinity, the first at step {bad.argmax()}",
+                    hint="the recording may hold values far outside -1..1",
+                )
 
 
 def _by_step(

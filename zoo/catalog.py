@@ -20,9 +20,10 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -110,8 +111,9 @@ class Catalog:
         """
         source = Path(os.path.abspath(Path(source).expanduser()))
         path = _spec_file(source)
-        code = sorted(path.parent.glob("*.py")) if source.is_dir() else []
-        spec, warnings = load_spec(path, trust=trust, folder=source.is_dir()), []
+        code = sorted(path.parent.glob("*.py")) if path != source else []
+        files = {p.name: _read_bytes(p, "Python") for p in code}
+        spec, warnings = load_spec(path, trust=trust, folder=path != source), []
         text = _read(path)
         changed = _renamed(spec, name, path)
         if isinstance(changed.weights, PathSource) and not Path(changed.weights.path).expanduser().is_absolute():
@@ -129,7 +131,6 @@ class Catalog:
                 f"a model {changed.name!r} is there already", wanted="a new name", found=changed.name, hint=hint
             )
         build_graph(changed)
-        files: dict[str, bytes] = {p.name: p.read_bytes() for p in code}
         same = changed == spec and path.suffix != ".json"
         files[SPEC] = (text if same else changed.to_yaml()).encode()
         files[RECORD] = (json.dumps({"source": str(source), "trusted": trust}, indent=1) + "\n").encode()
@@ -177,8 +178,8 @@ class Catalog:
     @staticmethod
     def _trusted(folder: Path) -> bool:
         try:
-            record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            record = json.loads(_read_bytes(folder / RECORD, "a record"))
+        except (WpkError, ValueError, RecursionError):
             return False
         return isinstance(record, dict) and record.get("trusted") is True
 
@@ -281,18 +282,27 @@ def _import_kinds(code: Path, installed: Mapping[str, type[Component]]) -> Mappi
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):  # stdout is the command's result
+            spec.loader.exec_module(module)
         kinds = dict(installed)
         add_kinds(kinds, kinds_in(module, str(code)), str(code))
         return kinds
-    except WpkError:
+    except (WpkError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # sys.exit and the like too
         found = f"{type(error).__name__}: {error}"
         raise SpecError(f"{code} fails when it is imported", wanted="component classes", found=found) from error
 
 
 def _spec_file(source: Path) -> Path:
+    """The file of the spec: in the folder that the source is, or the source itself."""
+    try:
+        return _find_spec(source)
+    except OSError as error:  # a name too long, a folder that may not be read
+        raise _read_error(source, "a spec file or a folder with spec.yaml", error) from error
+
+
+def _find_spec(source: Path) -> Path:
     if source.is_dir():
         path = source / SPEC
         if not path.is_file():
@@ -310,15 +320,30 @@ def _spec_file(source: Path) -> Path:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise SpecError(f"{path} is too long for a spec", wanted=f"<= {MAX_BYTES} bytes", found=path.stat().st_size)
-        return path.read_text(encoding="utf-8")
+        text = _read_bytes(path, "a spec").decode("utf-8")
     except UnicodeDecodeError as error:
         raise SpecError(f"{path} is no text", wanted="UTF-8", found=str(error)) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _read_bytes(path: Path, what: str) -> bytes:
+    """A regular file that is not too long; nothing else is opened, for a pipe would wait and a device never end."""
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            found = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+            hint = "replace it by a regular file, or remove it"
+            raise SpecError(f"{path} is no regular file", wanted=f"{what} in a regular file", found=found, hint=hint)
+        with open(path, "rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise SpecError(f"{path} does not exist", wanted="a spec", found="nothing") from None
+        found = "a link to nothing" if path.is_symlink() else "nothing"
+        raise SpecError(f"{path} does not exist", wanted=what, found=found) from None
     except OSError as error:
-        raise _disk_error(path, error) from error
+        raise _read_error(path, what, error) from error
+    if len(data) > MAX_BYTES:
+        raise SpecError(f"{path} is too long for {what}", wanted=f"at most {MAX_BYTES} bytes", found="more")
+    return data
 
 
 def _renamed(spec: ModelSpec, name: str | None, path: Path) -> ModelSpec:
@@ -330,6 +355,11 @@ def _renamed(spec: ModelSpec, name: str | None, path: Path) -> ModelSpec:
         wanted = "lower-case letters, digits, '.', '_' and '-'"
         raise SpecError(f"{name!r} cannot be a model's name", wanted=wanted, found=name) from None
     return spec.model_copy(update={"name": name})
+
+
+def _read_error(path: Path, what: str, error: OSError) -> StoreError:
+    hint = "check the path, and the permissions of it and of the folders above it"
+    return StoreError(f"{path} cannot be read", wanted=what, found=error.strerror or str(error), hint=hint)
 
 
 def _disk_error(place: Path, error: OSError) -> StoreError:

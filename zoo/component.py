@@ -20,9 +20,11 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points
+from contextlib import redirect_stdout
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType, ModuleType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -152,10 +154,21 @@ def _entries() -> list[tuple[str, dict[str, type[Component]] | Exception]]:
 def _load_entries() -> Iterator[tuple[str, dict[str, type[Component]] | Exception]]:
     for entry in entry_points(group=ENTRY_POINTS):
         where = f"{entry.name} = {entry.value}"
-        try:
-            yield where, kinds_in(entry.load(), where)
-        except Exception as error:  # whatever somebody else's package does wrong must not stop the others
-            yield where, error
+        yield where, _load_entry(entry, where)
+
+
+def _load_entry(entry: EntryPoint, where: str) -> dict[str, type[Component]] | Exception:
+    """Its kinds, or its error: whatever somebody else's package does wrong must not stop the others."""
+    try:
+        with redirect_stdout(sys.stderr):  # stdout is the command's result
+            return kinds_in(entry.load(), where)
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:
+        return error
+    except BaseException as error:  # sys.exit and the like
+        found = f"{type(error).__name__}: {error}"
+        return SpecError(f"{where} fails when it is imported", wanted="component classes", found=found)
 
 
 def parse_component(data: Any, kinds: Mapping[str, type[Component]]) -> Component:

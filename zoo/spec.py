@@ -335,3 +335,8 @@ def parse_yaml(text: str, source: str) -> Any:
         raise SpecError(f"{source} is no YAML of a spec: {place}", wanted="YAML", found=error.problem) from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise SpecError(f"{source} is no YAML of a spec", wanted="YAML", found=str(error)) from None
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:  # a tag such as !!bool on another text
+        found, hint = f"{type(error).__name__}: {error}", "check the values that carry a tag (`!!`); specs need none"
+        raise SpecError(
+            f"{source} is no YAML of a spec", wanted="values that fit their tags", found=found, hint=hint
+        ) from None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,3 +174,51 @@ def test_tables_are_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
 )
 def test_sizes_read_well(count: int, text: str) -> None:
     assert size(count) == text
+
+
+# --- the operating system's errors, and streams that are closed ---------------------------------------------------
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.EACCES, "PermissionError"), (errno.EISDIR, "IsADirectoryError"), (errno.ENOTDIR, "NotADirectoryError"),
+     (errno.ENAMETOOLONG, "OSError"), (errno.ENOSPC, "OSError"), (errno.EXDEV, "OSError")],
+)  # fmt: skip
+def test_errors_of_the_disk_name_the_path_and_a_mend(
+    number: int, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert guard(failing(OSError(number, os.strerror(number), "/some/where")), json=True) == 1
+    found = json.loads(capsys.readouterr().out)["error"]
+    assert found["type"] == "StoreError" and "/some/where" in found["message"]
+    assert found["found"] == f"{kind}: {os.strerror(number)}" and found["wanted"] and found["hint"]
+
+
+class Full(io.StringIO):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def flush(self) -> None:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def test_a_closed_stdout_ends_with_1_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed, Full(errno.ENOSPC)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert guard(lambda: Output().result({}, blocks=[TABLE]), json=False) == 1
+        said = sys.stderr.getvalue() if isinstance(sys.stderr, io.StringIO) else capsys.readouterr().err
+        assert said.startswith("error: stdout cannot be written") and "Traceback" not in said
+    monkeypatch.setattr(sys, "stdout", Full(errno.EPIPE))
+    assert guard(lambda: Output().result({}, blocks=[TABLE]), json=False) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_the_json_error_comes_whatever_becomes_of_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stream in (None, Full(errno.ENOSPC), Full(errno.EPIPE)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert guard(failing(UnknownModelError("no model 'x'")), json=True) == 1
+        assert json.loads(capsys.readouterr().out)["error"]["type"] == "UnknownModelError"

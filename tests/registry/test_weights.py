@@ -150,7 +150,7 @@ def test_damage_is_seen_by_size_and_by_hash(here: Settings, links: Path) -> None
     assert f"{len(whole)} bytes" in str(caught.value.wanted) and f"{len(whole) - 1} bytes" in str(caught.value.found)
 
     kept.write_bytes(whole[:-1] + b"\xff")
-    with pytest.raises(WeightsError, match="damaged.*wanted sha256"):
+    with pytest.raises(WeightsError, match=r"damaged.*wanted sha256"):
         no_pip(here).open(source)
     with pytest.raises(OfflineError):
         no_pip(offline(here)).pull(source)

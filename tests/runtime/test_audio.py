@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import struct
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import soundfile
 
-from wpk.ir.errors import AudioError
+from wpk.ir.errors import AudioError, StoreError
 from wpk.runtime.audio import load_audio, read_audio, write_wav
 
 
@@ -179,3 +181,34 @@ def test_a_refused_write_keeps_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(AudioError, match=r"audio for"):
         write_wav(tmp_path / "a.wav", tone(16_000), 16_000, subtype="VORBIS")
     assert (tmp_path / "a.wav").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("container", "subtype"),
+    [("RF64", "PCM_16"), ("RF64", "FLOAT"), ("W64", "PCM_16"), ("W64", "IMA_ADPCM"), ("WAV", "IMA_ADPCM"),
+     ("WAV", "MS_ADPCM"), ("AU", "PCM_16")],
+)  # fmt: skip
+def test_formats_whose_frames_libsndfile_clips_are_not_read_cut_short(
+    tmp_path: Path, container: str, subtype: str
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    soundfile.write(whole, tone(16_000), 16_000, format=container, subtype=subtype)
+    assert read_audio(whole, 16_000).size >= 8_000
+    cut.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    refused(cut, "is cut short")
+
+
+def test_what_soundfile_cannot_read_is_refused_whatever_it_raises(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", tone(8_000), 8_000, subtype="GSM610")
+    refused(tmp_path / "a.wav", "is no audio that can be read")
+
+
+def test_a_full_disk_is_one_store_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.FileIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("builtins.open", lambda path, mode: Full(path, mode))
+    with pytest.raises(StoreError, match="No space left"):
+        write_wav(tmp_path / "a.wav", tone(16_000), 16_000)
+    assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wpk.ir.errors import CapacityError, SpecError, UsageError
+from wpk.ir.errors import CapacityError, SessionError, SpecError, UsageError
 from wpk.runtime.play import Recording, Schedule, audio_input, play
 
 RATE, STEP = 1000, 10  # 10 ms steps
@@ -198,3 +198,12 @@ def test_periods_that_are_no_whole_nanoseconds_do_not_drift() -> None:
     for _ in range(7001):
         schedule.start()
     assert clock.now - 1_000_000_007 == 7000 * 441 * 10**9 // (22_050 * 7) == 20_000_000_000
+
+
+def test_outputs_that_are_not_finite_name_recording_port_and_first_step() -> None:
+    loud = recording(45)
+    loud.samples[20:] = np.inf
+    cohort: Any = Fake(2, delay=0)
+    with pytest.raises(SessionError, match=r"'sum' for 45\.wav .* first at step 2\. .* far outside -1\.\.1"):
+        play(cohort, [recording(80), loud])
+    assert cohort.sessions == [] and len(cohort.beats) == 8

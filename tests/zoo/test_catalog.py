@@ -409,3 +409,57 @@ def test_a_package_that_fails_stops_no_other_and_is_named_where_its_kind_is_miss
     data["components"].insert(1, {"kind": "their_kind"})
     with pytest.raises(SpecError, match=r"unknown component kind 'their_kind'.*bad.*no_such_module"):
         ModelSpec.from_data(data)
+
+
+# --- what is no plain file, and Python that misbehaves ------------------------------------------------------------
+def test_a_spec_that_yaml_stumbles_over_is_listed_as_broken(catalog: Catalog) -> None:
+    written(catalog.added / "odd", "name: !!bool abc\n")
+    (entry,) = (e for e in catalog.list() if e.name == "odd")
+    assert isinstance(entry.broken, SpecError) and entry.spec is None
+
+
+def test_a_pipe_or_device_is_refused_at_once(catalog: Catalog, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    for name in ("pipe.yaml", "zero.yaml"):
+        with pytest.raises(SpecError, match="is no regular file"):
+            catalog.add(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "long"])
+def test_python_beside_a_spec_must_be_plain_files(catalog: Catalog, tmp_path: Path, kind: str) -> None:
+    odd = with_code(tmp_path / "mine") / "x.py"
+    if kind == "folder":
+        odd.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(odd)
+    elif kind == "link":
+        odd.symlink_to(tmp_path / "nothing")
+    else:
+        odd.write_bytes(b"#" * ((1 << 20) + 1))
+    with pytest.raises(SpecError, match=r"x\.py"):
+        catalog.add(tmp_path / "mine", trust=True)
+    assert not (tmp_path / "ran").exists() and left_over(catalog) == []
+
+
+@pytest.mark.parametrize("line", ["import sys; sys.exit(0)", "raise BaseException('no')", "1 / 0"])
+def test_python_that_ends_the_process_is_refused_by_name(catalog: Catalog, tmp_path: Path, line: str) -> None:
+    (with_code(tmp_path / "mine") / "components.py").write_text(line + "\n")
+    with pytest.raises(SpecError, match=r"components\.py fails when it is imported"):
+        catalog.add(tmp_path / "mine", trust=True)
+
+
+def test_an_interrupt_of_imported_python_passes(catalog: Catalog, tmp_path: Path) -> None:
+    (with_code(tmp_path / "mine") / "components.py").write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        catalog.add(tmp_path / "mine", trust=True)
+
+
+def test_what_imported_python_prints_stays_off_stdout(
+    catalog: Catalog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = with_code(tmp_path / "mine") / "components.py"
+    code.write_text(code.read_text() + "\nprint('hello')\n")
+    catalog.add(tmp_path / "mine", trust=True)
+    out = capsys.readouterr()
+    assert out.out == "" and "hello" in out.err

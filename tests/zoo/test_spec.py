@@ -313,3 +313,12 @@ def test_the_error_of_one_problem_has_its_parts() -> None:
     error = json.loads(json.dumps(caught.value.as_dict()))
     assert error["wanted"] == "greater than or equal to 1" and error["found"] == "0"
     assert error["message"] == "mine.yaml: version: a value that does not fit"
+
+
+@pytest.mark.parametrize(
+    "value", ["!!bool abc", "!!timestamp abc", "!!int ''", "!!float abc", "!!binary é", "!!map abc"]
+)
+def test_tags_on_values_that_do_not_fit_are_spec_errors(value: str) -> None:
+    with pytest.raises(SpecError, match=r"mine\.yaml is no YAML of a spec") as caught:
+        ModelSpec.from_yaml(f"name: {value}\n", "mine.yaml")
+    assert caught.value.wanted and caught.value.found
