@@ -99,14 +99,14 @@ def test_without_a_baseline_there_is_just_this_engine(tiny: str, tmp_path: Path)
 
 def test_results_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    paths = {results.keep({"n": n}, "x") for n in range(5)}
+    paths = {records.keep({"n": n}, "x") for n in range(5)}
     assert len(paths) == 5
     file = tmp_path / "deep" / "r.json"
-    assert results.keep({"n": 1}, "x", file) == file
+    assert records.keep({"n": 1}, "x", file) == file
     with pytest.raises(StoreError, match="never overwritten"):
-        results.keep({"n": 2}, "x", file)
+        records.keep({"n": 2}, "x", file)
     assert json.loads(file.read_text()) == {"n": 1}
-    assert results.keep({}, "x", tmp_path / "folder").parent == tmp_path / "folder"
+    assert records.keep({}, "x", tmp_path / "folder").parent == tmp_path / "folder"
 
 
 def test_a_failed_attempt_is_kept(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
