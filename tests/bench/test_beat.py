@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wpk.bench import beat, results
+from wpk.bench import beat, records
 from wpk.bench.machine import commit, describe_machine
 from wpk.bench.onnx import OnnxBaseline
 from wpk.ir.errors import CapacityError, KernelError, StoreError, UnknownModelError, UsageError, WeightsError
