@@ -248,11 +248,6 @@ def operator(name: str, *, version: int) -> Callable[[type[T]], type[T]]:
     return declare
 
 
-def element_bytes(parameters: Sequence[int], index: int = 0) -> int:
-    """Bytes of `parameters[index]` four-byte elements."""
-    return 4 * int(parameters[index])
-
-
 @dataclass(frozen=True)
 class Body:
     """A target's implementation: a Python function to be compiled by that target's kernel.
@@ -425,5 +420,5 @@ def _bind(name: str, op: Operand, found: Type, bound: dict[str, int]) -> None:
 assert OPERANDS == 7 and PARAMETERS == 9  # `places`, `extents` and the bodies are written for these
 __all__ = [
     "LIBRARY", "Array", "Body", "Cost", "Dims", "Extent", "Operand", "Operator", "OperatorLibrary", "Resolved",
-    "attr", "attributes", "body", "element_bytes", "make", "operand", "operator",
+    "attr", "attributes", "body", "make", "operand", "operator",
 ]  # fmt: skip

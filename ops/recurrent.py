@@ -66,8 +66,26 @@ class Lstm(Operator):
         return g.op("lstm_cell", _gates(g, x, weight, bias, h), c)
 
 
+class Cell(Operator):
+    """Base: element-wise over the units of the state that comes last; parts are blocks of units."""
+
+    def parts(self, *types: Type) -> int:
+        return -(-types[-1].size // CELL_BLOCK)
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        return (types[-1].size,)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        return first_broken(*common(cls, parameters, present, words=1))
+
+    @classmethod
+    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
+        return Extent.columns(parameters[0], CELL_BLOCK, lo, hi)
+
+
 @operator("lstm_cell", version=1)
-class LstmCell(Operator):
+class LstmCell(Cell):
     """gates [4n] in blocks i, f, g, o (before their functions), c [n] f32 -> (h [n], c [n]). May run in place of c."""
 
     gates = operand("m", weight=False)
@@ -88,24 +106,10 @@ class LstmCell(Operator):
     def cost(self, *types: Type) -> Cost:
         return Cost({"f32": 9 * types[1].size}, activation_bytes=7 * types[1].bytes)
 
-    def parts(self, *types: Type) -> int:
-        return -(-types[1].size // CELL_BLOCK)
-
-    def parameters(self, *types: Type) -> tuple[int | float, ...]:
-        return (types[1].size,)
-
     @classmethod
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         n = parameters[0]
         return (16 * n, 4 * n, 4 * n, 4 * n)
-
-    @classmethod
-    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
-        return first_broken(*common(cls, parameters, present, words=1))
-
-    @classmethod
-    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
-        return Extent.columns(parameters[0], CELL_BLOCK, lo, hi)
 
 
 @body(LstmCell)
@@ -185,7 +189,7 @@ class Gru(Operator):
 
 
 @operator("gru_cell", version=1)
-class GruCell(Operator):
+class GruCell(Cell):
     """a [3n] = W_ih x + b_ih and u [3n] = W_hh h + b_hh in blocks r, z, n, and h [n] f32 -> h [n].
 
     The reset comes after the product: r, z = sigmoid(a + u); h' = n + z (h - n) with n = tanh(a_n + r u_n).
@@ -210,24 +214,10 @@ class GruCell(Operator):
     def cost(self, *types: Type) -> Cost:
         return Cost({"f32": 10 * types[2].size}, activation_bytes=8 * types[2].bytes)
 
-    def parts(self, *types: Type) -> int:
-        return -(-types[2].size // CELL_BLOCK)
-
-    def parameters(self, *types: Type) -> tuple[int | float, ...]:
-        return (types[2].size,)
-
     @classmethod
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
         n = parameters[0]
         return (12 * n, 12 * n, 4 * n, 4 * n)
-
-    @classmethod
-    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
-        return first_broken(*common(cls, parameters, present, words=1))
-
-    @classmethod
-    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
-        return Extent.columns(parameters[0], CELL_BLOCK, lo, hi)
 
 
 @body(GruCell)

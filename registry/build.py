@@ -63,7 +63,7 @@ def build(
     spec = find_model(model, where) if isinstance(model, str) else model
     _check_capacity(spec.name, capacity)
     chosen = find_target(default_target() if target == "auto" else target)
-    context = default_context(spec) if context is None else context
+    context = spec.context if context is None else context
     _check_context(spec.name, context, capacity)
     graph = build_graph(spec, context=context)
     spec_sha = sha256_bytes(spec.model_dump_json().encode())
@@ -110,10 +110,6 @@ def default_target() -> str:
         return "cpu"
     target = target_of_device(device.name, device.multiprocessors)
     return "cpu" if target is None else target.name
-
-
-def default_context(spec: ModelSpec) -> int:
-    return spec.context
 
 
 def _manifest(
