@@ -1,8 +1,9 @@
 """The GPU kernel: a program resident on one GPU, beat after beat, with the host out of the loop.
 
-`CudaKernel` has the surface of `wpk.kernel.cpu.CpuKernel`. It places the arenas in device memory, maps the control
-record and the arena of inputs and outputs, and launches `wpk.kernel.resident` once; after that it only writes the
-input epoch and waits for the output epoch. Nothing is allocated, created or loaded once the kernel is resident.
+`CudaKernel` has the surface of `wpk.kernel.cpu.CpuKernel`. It takes arenas in device memory or puts them there, maps
+the control record and the arena of inputs and outputs, and launches `wpk.kernel.resident` once; after that it only
+writes the input epoch and waits for the output epoch. Nothing is allocated, created or loaded once the kernel is
+resident.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from wpk.ir.errors import KernelError, ProgramError, TargetError
+from wpk.ir.errors import KernelError, TargetError
 from wpk.kernel import layout
+from wpk.kernel.arenas import DeviceArenas
 from wpk.kernel.atomics import load_acquire, monotonic_ns, sleep_us, store_release
 from wpk.kernel.bodies import compile_kernel
 from wpk.kernel.control import OUTPUT_EPOCH, POISON, ControlPage, Poison, aligned_bytes, set_bit
@@ -78,17 +80,17 @@ LOOPS = {
 class CudaKernel:
     """A program resident on a GPU.
 
-    arenas, image: as for `CpuKernel`; those of weights, state and activations are copied to the device, the arena of
-    inputs and outputs stays in host memory and is exchanged with the device's copy within the beat. cache: folder for
-    machine code. budget_s: the longest that a block may wait for the others before the kernel stops itself.
-    heartbeat_s: how long the kernel outlives its host. cubin: machine code for the program's operators that was built
-    elsewhere; None takes it from the cache or builds it.
+    arenas: on the device already, and the kernel's from here on, or as for `CpuKernel`, to be copied there; the arena
+    of inputs and outputs is in host memory and is exchanged with the device's copy within the beat. image: as for
+    `CpuKernel`. cache: folder for machine code. budget_s: the longest that a block may wait for the others before the
+    kernel stops itself. heartbeat_s: how long the kernel outlives its host. cubin: machine code for the program's
+    operators that was built elsewhere; None takes it from the cache or builds it.
     """
 
     def __init__(
         self,
         program: Program,
-        arenas: list[Bytes],
+        arenas: Sequence[Bytes] | DeviceArenas,
         image: Bytes,
         *,
         cache: Path | None = None,
@@ -97,10 +99,7 @@ class CudaKernel:
         ordinal: int = 0,
         cubin: Cubin | None = None,
     ) -> None:
-        wanted = [program.arenas[a] for a in Arena]
-        if any(len(memory) < size for memory, size in zip(arenas, wanted, strict=True)):
-            raise ProgramError("arenas do not fit the program", wanted=wanted, found=[len(a) for a in arenas])
-        device = find_device(ordinal)
+        device = arenas.gpu.device if isinstance(arenas, DeviceArenas) else find_device(ordinal)
         if device.capability != CAPABILITY or device.multiprocessors != program.blocks:
             raise TargetError(
                 f"GPU {ordinal} ({device.name}) cannot run this profile",
@@ -116,12 +115,13 @@ class CudaKernel:
         self._epoch, self._ahead = 0, 0  # _ahead: host's monotonic clock less the GPU's
         self._budget_s = budget_s
         self._lock = threading.Lock()
-        gpu = self._gpu = Gpu(device)
+        gpu = self._gpu = arenas.gpu if isinstance(arenas, DeviceArenas) else Gpu(device)
         try:
+            placed = arenas if isinstance(arenas, DeviceArenas) else DeviceArenas.holding(program, gpu, arenas)
             function = gpu.load(self.cubin.image, ENTRY, THREADS, SHARED_BYTES)
-            self._context = self._place(budget_s, heartbeat_s)
+            self._context = self._place(placed, budget_s, heartbeat_s)
             address = gpu.place(self._context.view(np.uint8))
-            keep = (self.control, self._watch, self._pulse_end, arenas[Arena.IO])
+            keep = (self.control, self._watch, self._pulse_end, placed.io)
             thread = threading.Thread(
                 target=_run_pulse, args=(pulse, self._watch, self._pulse_end, keep), name="wpk-heartbeat", daemon=True
             )
@@ -183,11 +183,10 @@ class CudaKernel:
         return block, int(arrived[block]) // self.program.blocks
 
     # --- helpers ------------------------------------------------------------------------------------------------
-    def _place(self, budget_s: float, heartbeat_s: float) -> NDArray[np.int64]:
+    def _place(self, arenas: DeviceArenas, budget_s: float, heartbeat_s: float) -> NDArray[np.int64]:
         """Everything that the kernel uses, in device memory or mapped; the context's words."""
         program, gpu = self.program, self._gpu
-        host_io = self.arenas[Arena.IO]
-        addresses = [gpu.place(memory) for memory in self.arenas]
+        host_io, addresses = arenas.io, arenas.addresses
         self._addresses = np.array(addresses, np.int64)
         inputs, outputs = (transfers(program, direction) for direction in (Direction.INPUT, Direction.OUTPUT))
         words = len(self.control.active)

@@ -1,4 +1,4 @@
-"""The CUDA driver, as much of it as a resident kernel needs: one context, memory, one module, two streams.
+"""The CUDA driver, as much of it as a resident kernel needs: one context, memory, modules, two streams.
 
 Everything is created before the kernel goes resident; afterwards only `ended` and `Stream.copy_*` are called, which
 create nothing. Errors of the driver become `KernelError`s that name the call.
@@ -88,7 +88,8 @@ class Gpu:
         self._context = call("cuDevicePrimaryCtxRetain", self._handle)
         self._memory: list[int] = []
         self._pinned: list[int] = []
-        self._module: Any = None
+        self._modules: list[Any] = []
+        self._closed = False
         self.attach()
         flag = _driver().CUstream_flags.CU_STREAM_NON_BLOCKING
         self.kernel_stream, self.copy_stream = (call("cuStreamCreate", flag) for _ in range(2))
@@ -98,9 +99,24 @@ class Gpu:
         call("cuCtxSetCurrent", self._context)
 
     # --- memory -------------------------------------------------------------------------------------------------
+    def memory(self) -> tuple[int, int]:
+        """Bytes of device memory that are free now, and in all."""
+        self.attach()
+        free, total = call("cuMemGetInfo")
+        return int(free), int(total)
+
     def allocate(self, size: int) -> int:
         """Zeroed device memory; its address."""
-        address = int(call("cuMemAlloc", max(size, 256)))
+        try:
+            address = int(call("cuMemAlloc", max(size, 256)))
+        except KernelError as error:
+            if "OUT_OF_MEMORY" not in str(error):
+                raise
+            free, total = self.memory()
+            raise KernelError(
+                f"{self.device.name} has too little memory", wanted=f"{size / 1e9:.3f} GB more",
+                found=f"{free / 1e9:.3f} of {total / 1e9:.1f} GB free", hint="Lower --cap, or end what else uses it.",
+            ) from None  # fmt: skip
         self._memory.append(address)
         call("cuMemsetD8Async", address, 0, max(size, 256), self.copy_stream)
         call("cuStreamSynchronize", self.copy_stream)
@@ -113,6 +129,11 @@ class Gpu:
         if array.size:
             self.write(address, array)
         return address
+
+    def free(self, address: int) -> None:
+        """Give back what `allocate` or `place` gave."""
+        self._memory.remove(address)
+        call("cuMemFree", address)
 
     def write(self, address: int, data: Bytes) -> None:
         call("cuMemcpyHtoDAsync", address, data.ctypes.data, data.nbytes, self.copy_stream)
@@ -135,12 +156,51 @@ class Gpu:
         self._pinned.append(address)
         return int(call("cuMemHostGetDevicePointer", address, 0))
 
+    def unmap(self, address: int) -> None:
+        """End what `map` began."""
+        self._pinned.remove(address)
+        call("cuMemHostUnregister", address)
+
+    # --- work that is done before a kernel goes resident: in order, on the copy stream ------------------------------
+    def module(self, image: bytes) -> Any:
+        """A cubin's code on the device."""
+        self._modules.append(call("cuModuleLoadData", image))
+        return self._modules[-1]
+
+    def drop(self, module: Any) -> None:
+        """End what `module` began."""
+        self._modules.remove(module)
+        call("cuModuleUnload", module)
+
+    def send(self, address: int, data: Bytes) -> None:
+        """Begin to copy pinned host memory to the device; it must stay as it is until then."""
+        call("cuMemcpyHtoDAsync", address, data.ctypes.data, data.nbytes, self.copy_stream)
+
+    def start(self, function: Any, blocks: int, threads: int, arguments: tuple[int, ...]) -> None:
+        """Begin a kernel of 64-bit arguments that ends by itself."""
+        parameters = (arguments, (ctypes.c_int64,) * len(arguments))
+        call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, self.copy_stream, parameters, 0)
+
+    def mark(self) -> Any:
+        """An event: what was begun up to here."""
+        event = call("cuEventCreate", _driver().CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        call("cuEventRecord", event, self.copy_stream)
+        return event
+
+    def await_mark(self, event: Any) -> None:
+        """Wait for an event's work, and drop the event."""
+        call("cuEventSynchronize", event)
+        call("cuEventDestroy", event)
+
+    def settle(self) -> None:
+        """Wait for all that was begun."""
+        call("cuStreamSynchronize", self.copy_stream)
+
     # --- the kernel ---------------------------------------------------------------------------------------------
     def load(self, image: bytes, entry: str, threads: int, shared_bytes: int) -> Any:
         """The kernel of a cubin, ready for a launch with that much dynamic shared memory."""
         driver = _driver()
-        self._module = call("cuModuleLoadData", image)
-        function = call("cuModuleGetFunction", self._module, entry.encode())
+        function = call("cuModuleGetFunction", self.module(image), entry.encode())
         call("cuFuncLoad", function)
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuFuncSetAttribute", function, limit, shared_bytes)
@@ -196,7 +256,10 @@ class Gpu:
             time.sleep(0.0005)
 
     def close(self) -> None:
-        """Give everything back; the kernel must have ended (else its memory is left to the process's end)."""
+        """Give everything back; idempotent. The kernel must have ended (else memory is left to the process's end)."""
+        if self._closed:
+            return
+        self._closed = True
         self.attach()
         driver = _driver()
         for stream in (self.kernel_stream, self.copy_stream):
@@ -205,7 +268,7 @@ class Gpu:
             driver.cuMemFree(address)
         for address in self._pinned:
             driver.cuMemHostUnregister(address)
-        if self._module is not None:
-            driver.cuModuleUnload(self._module)
+        for module in self._modules:
+            driver.cuModuleUnload(module)
         driver.cuDevicePrimaryCtxRelease(self._handle)
-        self._memory, self._pinned, self._module = [], [], None
+        self._memory, self._pinned, self._modules = [], [], []
