@@ -185,8 +185,11 @@ class Operator:
         return (*given[: len(given) - cls.result_count], *[DType.F32] * cls.result_count)
 
     @classmethod
-    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
-        """Bytes of a result that parts [lo, hi) write; None where a part writes the whole result."""
+    def part_writes(
+        cls, parameters: Sequence[int], operand: int, lo: int, hi: int
+    ) -> Extent | Sequence[Extent] | None:  # fmt: skip
+        """Bytes of a result that parts [lo, hi) write, in one or several pieces, or no piece where they write none;
+        None where a part writes the whole result."""
         return None
 
     @classmethod

@@ -91,12 +91,13 @@ def _uncovered(
     pieces = [cls.part_writes(parameters, operand, lo, hi) for lo, hi in (*ends, *cut)]
     if any(piece is None for piece in pieces):
         return "" if count == 1 else f"{count} parts, each of which writes the whole result"
-    runs: list[Extent] = [piece for piece in pieces if piece is not None]
-    for (lo, hi), run in zip((*ends, *cut), runs, strict=True):
-        inside = run.length > 0 and run.rows >= 1 and run.offset >= 0 and run.end <= length
-        if not inside or (run.rows > 1 and run.pitch < run.length):
-            return f"parts {lo}:{hi} of {count} write {run} of {length} bytes"
-    runs = runs[2:]
+    by_range: list[Sequence[Extent]] = [(p,) if isinstance(p, Extent) else p for p in pieces if p is not None]
+    for (lo, hi), several in zip((*ends, *cut), by_range, strict=True):
+        for run in several:
+            inside = run.length > 0 and run.rows >= 1 and run.offset >= 0 and run.end <= length
+            if not inside or (run.rows > 1 and run.pitch < run.length):
+                return f"parts {lo}:{hi} of {count} write {run} of {length} bytes"
+    runs = [run for several in by_range[2:] for run in several]
     shape = {(r.rows, r.pitch) for r in runs}
     if len(shape) == 1 and runs[0].rows > 1:
         rows, pitch = shape.pop()

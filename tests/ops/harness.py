@@ -28,7 +28,7 @@ from numba import cfunc, types
 from wpk import ops  # noqa: F401  (fills LIBRARY)
 from wpk.ir.graph import Graph, GraphBuilder, Node, Value
 from wpk.ir.types import DType, Type
-from wpk.ops.operator import LIBRARY, Array, Operator, Resolved, make
+from wpk.ops.operator import LIBRARY, Array, Extent, Operator, Resolved, make
 from wpk.ops.payload import ABSENT, PAYLOAD, Arena, Reference, encode_parameter
 
 SCRATCH = 65536
@@ -320,8 +320,9 @@ def _check_extents(app: Application, inputs: Sequence[Array], slots: int) -> Non
             extent = app.cls.part_writes(parameters, place, lo, hi)
             whole = [(0, app.results[index].bytes)]
             assert extent is not None or parts == 1 or hi - lo == parts or place in app.cls.alias
-            runs[place] = whole if extent is None else [
-                (extent.offset + row * extent.pitch, extent.length) for row in range(extent.rows)
+            pieces = (extent,) if isinstance(extent, Extent) else extent
+            runs[place] = whole if pieces is None else [
+                (piece.offset + row * piece.pitch, piece.length) for piece in pieces for row in range(piece.rows)
             ]  # fmt: skip
         for arena, found, mask in zip(Arena, touched, phase.written_mask(runs), strict=True):
             wrong = found & ~mask if app.cls.alias else found != mask
