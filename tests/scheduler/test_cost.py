@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tests.scheduler.graphs import CONTEXT, SELECTION, builder, compiled, graphs
 from wpk.ir.graph import Graph, GraphBuilder
 from wpk.ir.text import print_graph
-from wpk.ir.types import f32
+from wpk.ir.types import f32, i32
 from wpk.ops.requirements import Selection
 from wpk.registry import find_model
+from wpk.scheduler import cost
 from wpk.scheduler.compile import Compiled, compile_graph
 from wpk.scheduler.target import TARGETS, Target, find_target
 from wpk.zoo.build import build_graph
@@ -35,7 +36,7 @@ def test_the_floor_of_one_linear_layer() -> None:
     weights = 4 * (10 * 100 * 16 + 160)  # ten panels of sixteen rows, and the bias
     assert found.flops == {"bf16": 0, "tf32": 0, "f32": 2 * 160 * 100 * 10}
     assert found.bytes == {"weights": weights, "state": 0, "total": weights}
-    assert (found.compute_ms, found.path_ms) == pytest.approx((0.32, 1.0))
+    assert (found.compute_ms, found.barriers_ms) == pytest.approx((0.32, 1.0))
     assert found.bandwidth_ms == found.floor_ms == pytest.approx(weights / 1e6 * 1e3)
 
 
@@ -49,7 +50,7 @@ def test_state_is_read_once_and_written_once_however_many_steps_a_beat_has() -> 
         assert found.bytes == {"weights": 0, "state": 8 * 2 * 1000, "total": 16_000}
         assert found.bandwidth_ms == pytest.approx(16.0)
         assert found.flops["f32"] == steps * 8 * 250 * 2
-        assert found.path_ms == pytest.approx(1.0 + steps)
+        assert found.barriers_ms == pytest.approx(1.0 + steps)
 
 
 def test_a_state_that_is_only_read_is_not_written() -> None:
@@ -77,6 +78,69 @@ def test_of_a_cache_all_rows_are_read_and_one_is_written() -> None:
     position = 2 * 4
     assert slow(g, 1).floor.bytes["state"] == CONTEXT * 1000 + 1000 + position
     assert slow(g, 1, steps=3).floor.bytes["state"] == CONTEXT * 1000 + 3 * 1000 + position
+
+
+def test_of_a_table_only_the_rows_that_are_looked_up_count() -> None:
+    g = builder()
+    table = g.weight("t", f32(1000, 250))
+    g.output("y", g.op("embedding", g.input("i", i32()), table))
+    assert slow(g, 3).floor.bytes == {"weights": 3 * 1000, "state": 0, "total": 3000}
+    assert slow(g, 5000).floor.bytes["weights"] == 1000 * 1000  # never more than all of it
+
+
+def test_weights_that_the_chip_cannot_hold_are_read_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bytes_of(steps: int) -> int:
+        g = builder()
+        x = g.input("x", f32(32))
+        for name in "abc":
+            x = g.op("linear", x, g.weight(name, f32(32, 32)))
+        g.output("y", x)
+        return slow(g, 2, steps).floor.bytes["weights"]
+
+    assert bytes_of(1) == bytes_of(2) == 3 * 4096
+    monkeypatch.setattr(cost, "ON_CHIP_BYTES", 2 * 4096)
+    assert bytes_of(1) == 3 * 4096
+    assert bytes_of(2) == 6 * 4096
+
+
+def test_a_cache_that_the_chip_cannot_hold_is_read_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = builder()
+    x = g.input("x", f32(1, 250))
+    g.cache("c", f32(1, 250))
+    cache = g.append("c", x)
+    g.output("y", g.op("attention", x, cache, cache, g.position(), scale=1.0))
+    monkeypatch.setattr(cost, "ON_CHIP_BYTES", 900)
+    found = slow(g, 8, steps=3).floor.bytes["state"]
+    assert found // 1000 == 8 * (3 * CONTEXT + 3)  # and some bytes of the position
+
+
+def test_the_sum_over_operations_takes_the_greater_of_arithmetic_and_traffic_of_each() -> None:
+    machine = SLOW.model_copy(update={"flops": dict.fromkeys(("f32", "tf32", "bf16"), 1e6)})
+    g = builder()
+    x = g.input("x", f32(1, 16))
+    y = g.op("linear", x, g.weight("w", f32(16, 16)))  # 512 FLOPs a session, 1,024 bytes a cohort
+    g.output("y", g.op("softmax", y))
+    for slots, product in ((1, 1.024), (16, 8.192)):
+        found = compile_graph(g.build(), SELECTION, machine, capacity=slots).floor
+        softmax = found.flops["f32"] / 1e3 - slots * 0.512
+        assert softmax > 0
+        assert found.bandwidth_ms == pytest.approx(1.024)
+        assert found.per_operation_ms == pytest.approx(product + softmax)
+        assert found.chain_ms == pytest.approx(product + softmax)  # the one depends on the other
+
+
+def test_the_path_is_the_longest_chain_where_that_is_longer_than_its_barriers() -> None:
+    g = builder()
+    short, long = (g.input(name, f32(160)) for name in ("short", "long"))
+    for i in range(2):
+        long = g.op("linear", long, g.weight(f"l{i}", f32(160, 160)))
+    g.output("l", long)
+    g.output("s", g.op("linear", short, g.weight("s", f32(160, 160))))
+    found = slow(g, 1).floor
+    matrix = 4 * 160 * 160 / 1e3
+    assert found.barriers_ms == pytest.approx(2.0)
+    assert found.path_ms == found.chain_ms == pytest.approx(2 * matrix)
+    assert found.floor_ms == found.bandwidth_ms == pytest.approx(3 * matrix) == found.per_operation_ms
 
 
 def test_the_path_is_a_barrier_a_wave() -> None:
