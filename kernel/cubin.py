@@ -18,7 +18,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -64,40 +64,53 @@ def build_cubin(operators: Sequence[str], folder: Path | None) -> Cubin:
 
     folder: the cache; None, or one that cannot be written, builds into a temporary folder that the process keeps.
     """
-    key = cubin_key(operators)
+    return build_cubin_of(cubin_key(operators), lambda: kernel_ptx(operators), folder, operators=list(operators))
+
+
+def build_cubin_of(key: str, make_ptx: Callable[[], str], folder: Path | None, **note: object) -> Cubin:
+    """Machine code by its key (`key_of`): from the cache, or of the PTX that is made now. note: more for its record.
+
+    Where nothing can be built, what other compilers made of the same sources is taken.
+    """
     place = _prepare(folder)
     with FileLock(place / f"{key}.lock") if folder else nullcontext():
         found = _read(place, key)
-        return found or _build(operators, place, key)
+        return found or _build(make_ptx, place, key, note)
 
 
 def cubin_key(operators: Sequence[str]) -> str:
-    """Digest of all that decides the machine code: operators, sources of the kernel, compilers, architecture."""
+    """Digest of all that decides the machine code of the resident kernel."""
     from wpk.kernel import control, layout
     from wpk.scheduler import program
 
     parts = [f"{name}:{_digest(name)}" for name in operators]
-    here = Path(__file__).parent
-    parts += [(here / f"{name}.py").read_text() for name in ("ptx", "cuda_library", "resident", "cubin")]
     parts += [inspect.getsource(module) for module in (control, layout, program)]
-    parts += [ARCH, *(_version(package) for package in ("numba-cuda", "numba", "llvmlite", "nvidia-nvvm"))]
-    return hashlib.sha256("\0".join([*parts, ptxas_version()]).encode()).hexdigest()[:24]
+    return key_of(("ptx", "cuda_library", "resident"), parts)
+
+
+def key_of(files: Sequence[str], parts: Sequence[str] = ()) -> str:
+    """SOURCES-TOOLS: digest of parts, sources of files of this folder and architecture; digest of the compilers."""
+    here = Path(__file__).parent
+    made_of = [*parts, *((here / f"{name}.py").read_text() for name in (*files, "cubin")), ARCH]
+    tools = [*(_version(package) for package in ("numba-cuda", "numba", "llvmlite", "nvidia-nvvm")), ptxas_version()]
+    sources, compilers = (hashlib.sha256("\0".join(p).encode()).hexdigest() for p in (made_of, tools))
+    return f"{sources[:24]}-{compilers[:8]}"
 
 
 # --- building -----------------------------------------------------------------------------------------------------
-def _build(operators: Sequence[str], place: Path, key: str) -> Cubin:
+def _build(make_ptx: Callable[[], str], place: Path, key: str, note: Mapping[str, object]) -> Cubin:
     started = time.monotonic()
-    text = kernel_ptx(operators)
+    text = make_ptx()
     with tempfile.TemporaryDirectory(dir=place) as scratch:
         made = Path(scratch) / f"{key}.cubin"
         report = assemble(text, made)
         cubin = Cubin(place / made.name, key, *read_report(report), build_s=round(time.monotonic() - started, 3))
         record = {k: v for k, v in asdict(cubin).items() if k not in ("path", "cached")}
-        record |= {"operators": list(operators), "sha256": hashlib.sha256(made.read_bytes()).hexdigest()}
-        note = made.with_suffix(".json")
-        note.write_text(json.dumps(record, indent=1, sort_keys=True))
+        record |= {**note, "sha256": hashlib.sha256(made.read_bytes()).hexdigest()}
+        beside = made.with_suffix(".json")
+        beside.write_text(json.dumps(record, indent=1, sort_keys=True))
         made.replace(cubin.path)
-        note.replace(cubin.path.with_suffix(".json"))  # last: without it the cubin does not count
+        beside.replace(cubin.path.with_suffix(".json"))  # last: without it the cubin does not count
     return cubin
 
 
@@ -235,7 +248,14 @@ def _prepare(folder: Path | None) -> Path:
 
 
 def _read(place: Path, key: str) -> Cubin | None:
-    """The cubin of that key; None where it is absent or not what was written."""
+    """The cubin of that key, or where nothing can be built of its sources; None where there is no sound one."""
+    keys = [key]
+    if not can_build():
+        keys += sorted(p.stem for p in place.glob(f"{key.partition('-')[0]}-*.json"))
+    return next((found for found in (_read_one(place, key) for key in keys) if found), None)
+
+
+def _read_one(place: Path, key: str) -> Cubin | None:
     path = place / f"{key}.cubin"
     try:
         record = json.loads(path.with_suffix(".json").read_text())

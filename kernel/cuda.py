@@ -26,7 +26,7 @@ from wpk.kernel.atomics import load_acquire, monotonic_ns, sleep_us, store_relea
 from wpk.kernel.bodies import compile_kernel
 from wpk.kernel.control import OUTPUT_EPOCH, POISON, ControlPage, Poison, aligned_bytes, set_bit
 from wpk.kernel.cubin import CAPABILITY, ENTRY, Cubin, build_cubin
-from wpk.kernel.driver import Gpu, find_device
+from wpk.kernel.driver import Device, Gpu, find_device
 from wpk.kernel.layout import SCRATCH_WORDS, THREADS
 from wpk.ops.attention import ATTENTION_ROWS
 from wpk.ops.memory import view_i32
@@ -100,13 +100,7 @@ class CudaKernel:
         cubin: Cubin | None = None,
     ) -> None:
         device = arenas.gpu.device if isinstance(arenas, DeviceArenas) else find_device(ordinal)
-        if device.capability != CAPABILITY or device.multiprocessors != program.blocks:
-            raise TargetError(
-                f"GPU {ordinal} ({device.name}) cannot run this profile",
-                wanted=f"compute capability {CAPABILITY} and {program.blocks} multiprocessors",
-                found=f"{device.capability} and {device.multiprocessors}",
-                hint="Build the profile for this GPU's target, or load it with target='cpu'.",
-            )  # fmt: skip
+        require_fit(device, program)
         self.program, self.arenas, self.image, self.device = program, arenas, image, device
         self.cubin = cubin or build_cubin(program.operators, cache)
         _, (self._exchange, pulse) = compile_kernel((), LOOPS, cache)
@@ -266,6 +260,17 @@ class CudaKernel:
             "the kernel does not answer", wanted=f"an answer within {self._budget_s + 1:g} s",
             found=f"block {block} at barrier {barriers}", hint="End this process and load the profile again.",
         )  # fmt: skip
+
+
+def require_fit(device: Device, program: Program) -> None:
+    """Refuse a program that was made for another kind of GPU: `TargetError`."""
+    if device.capability != CAPABILITY or device.multiprocessors != program.blocks:
+        raise TargetError(
+            f"GPU {device.ordinal} ({device.name}) cannot run this profile",
+            wanted=f"compute capability {CAPABILITY} and {program.blocks} multiprocessors",
+            found=f"{device.capability} and {device.multiprocessors}",
+            hint="Build the profile for this GPU's target, or load it with target='cpu'.",
+        )
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
