@@ -7,7 +7,9 @@ from wpk.ops import (
     elementwise,
     filterbank,
     index,
+    kv,
     linear,
+    mamba,
     norm,
     recurrent,
     reduce,
@@ -20,6 +22,6 @@ from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, opera
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
-    "attention", "blockwise", "constants", "elementwise", "filterbank", "index", "linear", "norm", "recurrent",
-    "reduce", "shape", "spectral", "streaming", "words",
+    "attention", "blockwise", "constants", "elementwise", "filterbank", "index", "kv", "linear", "mamba", "norm",
+    "recurrent", "reduce", "shape", "spectral", "streaming", "words",
 ]  # fmt: skip

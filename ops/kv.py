@@ -1,0 +1,480 @@
+"""Attention over a bf16 cache of keys and values: rows into the cache, and one query over its rows in several parts.
+
+A projection makes rows q | k | v. `qkv_split` scales and rounds the query and writes keys and values at the session's
+position; `qkv_projection` is the same with the product in front of it. `kv_attention` becomes `attention_parts`, which
+reads ranges of rows apart from each other, and `attention_merge`: the split softmax of Flash-Decoding (Dao et al.
+2023), exact because partial sums carry their own maximum and total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+from numba.extending import register_jitable
+
+from wpk.ir.errors import GraphError
+from wpk.ir.graph import GraphBuilder, Value
+from wpk.ir.types import DType, Type, bf16, f32
+from wpk.ops import math32, scalars
+from wpk.ops.legal import FINITE, DTypes, common, first_broken
+from wpk.ops.mamba import bf16_64
+from wpk.ops.math32 import F
+from wpk.ops.memory import view_f32, view_u16
+from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
+from wpk.ops.payload import address, operand_i32, parameter, parameter_f32
+from wpk.ops.vector import dot
+
+BLOCK = 8  # rows of the projection that a part of `qkv_split` has
+UNIT = 8  # cache rows: ranges of `attention_parts` start at multiples of it, and are normalised so many at a time
+SCRATCH = 65536  # bytes that a body is given
+EMPTY = -1e30  # the maximum of no scores
+OUT = {"f32": 0, "bf16": 1}
+_OUT_DTYPES = (DType.F32, DType.BF16)
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+def qkv_sizes(name: str, n: int, cache: Type) -> tuple[int, int, int, int]:
+    """Query heads, key heads, values of a head and rows of the cache (H, G, d, T) of a projection of n rows."""
+    if len(cache.shape) != 4 or cache.shape[1] != 2:
+        raise GraphError(f"{name}: cache", wanted="bf16[rows,2,heads,values]", found=cache)
+    rows, _, groups, width = cache.shape
+    heads, left = divmod(n - 2 * groups * width, width)
+    if left or heads < 1 or heads % groups or n % BLOCK:
+        wanted = f"a multiple of {BLOCK}: {groups} key heads of {width} values, twice, and a multiple of that"
+        raise GraphError(f"{name}: rows of q | k | v", wanted=wanted, found=n)
+    return heads, groups, width, rows
+
+
+def qkv_writes(sizes: Sequence[int], cache: bool, lo: int, hi: int) -> Extent | tuple[()]:
+    """Bytes of the query, or of the cache, that rows [lo, hi) of the projection may write."""
+    heads, groups, width, rows = sizes
+    query, row = heads * width, 2 * groups * width
+    if not cache:
+        return Extent(2 * lo, 2 * (min(hi, query) - lo)) if lo < query else ()
+    first, last = max(0, lo - query), hi - query  # in which row of the cache, the position says
+    return Extent(2 * first, 2 * (last - first), rows, 2 * row) if first < last else ()
+
+
+def whole_heads(heads: int, groups: int) -> tuple[str, bool]:
+    """The rule that every key head has as many query heads."""
+    return "key heads to divide the query heads", heads % max(groups, 1) == 0
+
+
+def qkv64(p: Array, cache: Array, position: Array, scale: float) -> tuple[Array, Array]:
+    """The meaning of `qkv_split`: (q, the cache after the step)."""
+    row = cache[0].size
+    following = np.array(cache)
+    if 0 <= position < len(cache):
+        following[int(position)] = bf16_64(p[p.size - row :]).reshape(cache.shape[1:])
+    return bf16_64(p[: p.size - row] * scale), following
+
+
+# --- what the bodies share ----------------------------------------------------------------------------------------
+@register_jitable
+def qkv_rows(p, lo, hi, query, row, scale, q, cache, position, rows):
+    """What rows [lo, hi) of a projection become. Byte addresses: p of row lo, f32; q and cache whole, bf16.
+
+    query: values of q; row: values of a row of the cache, of which there are `rows`.
+    """
+    values, scaled = view_f32(p, hi - lo), view_u16(q, query)
+    for i in range(lo, min(hi, query)):
+        scaled[i] = scalars.bf16_bits(values[i - lo] * scale)
+    if 0 <= position < rows:
+        place = view_u16(cache + 2 * position * row, row)
+        for i in range(max(lo, query), hi):
+            place[i - query] = scalars.bf16_bits(values[i - lo])
+
+
+# --- rows into the cache ------------------------------------------------------------------------------------------
+@operator("qkv_split", version=1)
+class QkvSplit(Operator):
+    """The query and the cache with one row more, out of a projection: (q bf16[H d], the cache, in place).
+
+    p f32[(H + 2 G) d], rows q [H, d] | k [G, d] | v [G, d], a multiple of 8 in all. cache bf16[T, 2, G, d]: keys, then
+    values, of each position. position i32 scalar: k and v become that row; outside [0, T) nothing is written.
+    q = bf16(scale * p): the scale of the scores is in the query already.
+    """
+
+    p = operand("n", weight=False)
+    cache = operand("...", dtypes=DType.BF16, weight=False)
+    position = operand("", dtypes=DType.I32)
+    scale: float = attr(1.0)
+    semantic_parameters: ClassVar = {4: FINITE}
+    result_count: ClassVar[int] = 2
+    state_operands: ClassVar[tuple[int, ...]] = (1,)
+    alias: ClassVar[Mapping[int, int]] = {1: 1}
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        heads, _, width, _ = qkv_sizes(self.name, dims["n"], dims.like("cache"))
+        return (bf16(heads * width), dims.like("cache"))
+
+    def meaning(self, p: Array, cache: Array, position: Array) -> tuple[Array, Array]:
+        return qkv64(p, cache, position, self.scale)
+
+    def cost(self, *types: Type) -> Cost:
+        p, cache, position = types
+        row = cache.bytes // cache.shape[0]
+        q, _ = self.infer(types)
+        activations = p.bytes + q.bytes + position.bytes
+        return Cost({"f32": q.size}, state_bytes=row, activation_bytes=activations)
+
+    def parts(self, *types: Type) -> int:
+        return types[0].size // BLOCK
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        return (*qkv_sizes(self.name, types[0].size, types[1]), float(self.scale))
+
+    @classmethod
+    def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
+        heads, groups, width, rows = parameters[:4]
+        cache = 2 * rows * 2 * groups * width
+        return (4 * (heads + 2 * groups) * width, cache, 4, 2 * heads * width, cache)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        heads, groups, width = parameters[:3]
+        return first_broken(
+            *common(cls, parameters, present, words=5),
+            (f"rows that are a multiple of {BLOCK}", (heads + 2 * groups) * width % BLOCK == 0),
+            whole_heads(heads, groups),
+        )
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (DType.F32, DType.BF16, DType.I32, DType.BF16, DType.BF16)
+
+    @classmethod
+    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | tuple[()]:
+        return qkv_writes(parameters[:4], operand == 4, BLOCK * lo, BLOCK * hi)
+
+
+@body(QkvSplit)
+def qkv_split_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
+    heads, groups, width = parameter(record, 0), parameter(record, 1), parameter(record, 2)
+    rows, scale = parameter(record, 3), parameter_f32(record, 4)
+    query, row = heads * width, 2 * groups * width
+    lo, hi = part_lo * BLOCK, part_hi * BLOCK
+    for slot in range(slot_lo, slot_hi):
+        p, q = address(record, arenas, 0, slot) + 4 * lo, address(record, arenas, 3, slot)
+        cache = address(record, arenas, 4, slot)
+        position = np.int64(operand_i32(record, arenas, 2, slot, 1)[0])
+        qkv_rows(p, lo, hi, query, row, scale, q, cache, position, rows)
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+@operator("kv_attention", version=1)
+class KvAttention(Operator):
+    """One query over rows 0..position of a cache: y[h] = sum_t softmax_t(q[h] . k[t, g]) v[t, g].
+
+    q bf16[H d], the scale of the scores in it; cache bf16[T, 2, G, d], keys then values; position i32 scalar, clipped
+    to [0, T). Query head h reads key head h // (H / G) (grouped-query attention, Ainslie et al. 2023). Result [H d] of
+    dtype `out`. splits: ranges of rows that are read apart; 0 leaves it to the expansion.
+    """
+
+    q = operand("q", dtypes=DType.BF16, weight=False)
+    cache = operand("t 2 g d", dtypes=DType.BF16, weight=False)
+    position = operand("", dtypes=DType.I32)
+    heads: int = attr()
+    out: str = attr("f32")
+    splits: int = attr(0)
+    state_operands: ClassVar[tuple[int, ...]] = (1,)
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        _check_heads(self.name, self.heads, dims)
+        if self.splits < 0:
+            raise GraphError(f"{self.name}: splits", wanted=">= 0", found=self.splits)
+        return (Type(_out_dtype(self.name, self.out), (dims["q"],)),)
+
+    def meaning(self, q: Array, cache: Array, position: Array) -> Array:
+        rows = int(np.clip(position, 0, len(cache) - 1)) + 1
+        queries, keys, values = _by_head(q, cache, self.heads)
+        y = _merge64(_part64(queries, keys[:rows], values[:rows])[None])
+        return bf16_64(y) if self.out == "bf16" else y
+
+    def cost(self, *types: Type) -> Cost:
+        q, cache, _ = types
+        (y,) = self.infer(types)
+        return Cost(_attention_flops(q, cache), state_bytes=cache.bytes, activation_bytes=q.bytes + y.bytes)
+
+    def expand(self, g: GraphBuilder, q: Value, cache: Value, position: Value) -> Value:
+        splits = self.splits or min(8, -(-cache.type.shape[0] // 256))
+        parts = g.op("attention_parts", q, cache, position, heads=self.heads, splits=splits)
+        return g.op("attention_merge", parts, out=self.out)
+
+
+@operator("attention_parts", version=1)
+class AttentionParts(Operator):
+    """Ranges of rows of `kv_attention`, each by itself -> f32[splits, H, d + 2].
+
+    Of len = clip(position, 0, T - 1) + 1 rows in U = ceil(len / 8) units, range s has rows
+    [8 (U s // P), min(len, 8 (U (s + 1) // P))). A head's d + 2 values: sum of exp(score - m) v, then m, the largest
+    score, and the sum of exp(score - m). Of no rows: zeros, -1e30, 0.
+    """
+
+    q = operand("q", dtypes=DType.BF16, weight=False)
+    cache = operand("t 2 g d", dtypes=DType.BF16, weight=False)
+    position = operand("", dtypes=DType.I32)
+    heads: int = attr()
+    splits: int = attr()
+    state_operands: ClassVar[tuple[int, ...]] = (1,)
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        _check_heads(self.name, self.heads, dims)
+        if self.splits < 1:
+            raise GraphError(f"{self.name}: splits", wanted=">= 1", found=self.splits)
+        return (f32(self.splits, self.heads, dims["d"] + 2),)
+
+    def meaning(self, q: Array, cache: Array, position: Array) -> Array:
+        rows = int(np.clip(position, 0, len(cache) - 1)) + 1
+        units = -(-rows // UNIT)
+        ends = [min(rows, UNIT * (units * s // self.splits)) for s in range(self.splits + 1)]
+        queries, keys, values = _by_head(q, cache, self.heads)
+        return np.stack([_part64(queries, keys[lo:hi], values[lo:hi]) for lo, hi in pairwise(ends)])
+
+    def cost(self, *types: Type) -> Cost:
+        q, cache, _ = types
+        (parts,) = self.infer(types)
+        return Cost(_attention_flops(q, cache), state_bytes=cache.bytes, activation_bytes=q.bytes + parts.bytes)
+
+    def parts(self, *types: Type) -> int:
+        return self.splits
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        rows, _, groups, width = types[1].shape
+        return (self.heads, groups, width, rows, self.splits)
+
+    @classmethod
+    def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
+        heads, groups, width, rows, splits = parameters[:5]
+        return (2 * heads * width, 2 * rows * 2 * groups * width, 4, 4 * splits * heads * (width + 2))
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        heads, groups, width = parameters[:3]
+        return first_broken(
+            *common(cls, parameters, present, words=5),
+            whole_heads(heads, groups),
+            ("query heads a key head that scratch has room for", _scratch(heads, groups, width) <= SCRATCH),
+        )
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (DType.BF16, DType.BF16, DType.I32, DType.F32)
+
+    @classmethod
+    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
+        part = 4 * parameters[0] * (parameters[2] + 2)
+        return Extent(part * lo, part * (hi - lo))
+
+
+@body(AttentionParts)
+def attention_parts_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
+    heads, groups, width = parameter(record, 0), parameter(record, 1), parameter(record, 2)
+    rows, splits = parameter(record, 3), parameter(record, 4)
+    group, row_bytes = heads // groups, 4 * groups * width
+    queries = scratch  # [group, width] f32, then one row of keys or values, then the scores [group, UNIT]
+    line = queries + 4 * group * width
+    scores = view_f32(line + 4 * width, group * UNIT)
+    for slot in range(slot_lo, slot_hi):
+        q, cache = address(record, arenas, 0, slot), address(record, arenas, 1, slot)
+        length = min(max(np.int64(operand_i32(record, arenas, 2, slot, 1)[0]), 0), rows - 1) + 1
+        units = (length + UNIT - 1) // UNIT
+        for part in range(part_lo, part_hi):
+            lo, hi = UNIT * (units * part // splits), min(length, UNIT * (units * (part + 1) // splits))
+            out = address(record, arenas, 3, slot) + 4 * part * heads * (width + 2)
+            for kv_head in range(groups):
+                first_head = kv_head * group
+                widen(q + 2 * first_head * width, queries, group * width)
+                sums = out + 4 * first_head * (width + 2)
+                for head in range(group):
+                    clear(sums + 4 * head * (width + 2), width)
+                keys = cache + 2 * kv_head * width
+                values = keys + 2 * groups * width
+                for first in range(lo, hi, UNIT):
+                    count = min(UNIT, hi - first)
+                    for row in range(count):  # all heads at each row: a key is read once
+                        widen(keys + (first + row) * row_bytes, line, width)
+                        for head in range(group):
+                            scores[head * UNIT + row] = dot(queries + 4 * head * width, line, width)
+                    for head in range(group):
+                        weigh(sums + 4 * head * (width + 2), width, scores[head * UNIT : head * UNIT + count])
+                    for row in range(count):
+                        widen(values + (first + row) * row_bytes, line, width)
+                        for head in range(group):
+                            accumulate(sums + 4 * head * (width + 2), line, width, scores[head * UNIT + row])
+
+
+@register_jitable
+def widen(source, target, size):
+    """bf16 at one byte address as f32 at another."""
+    bits, out = view_u16(source, size), view_f32(target, size)
+    for i in range(size):
+        out[i] = scalars.bf16_value(bits[i])
+
+
+@register_jitable
+def clear(sums, width):
+    """What a head has before its first row: zeros, the maximum of no scores, zero."""
+    values = view_f32(sums, width + 2)
+    for i in range(width):
+        values[i] = F(0.0)
+    values[width], values[width + 1] = F(EMPTY), F(0.0)
+
+
+@register_jitable
+def weigh(sums, width, scores):
+    """Turn scores into exp(score - m), m the largest so far, and bring what a head has summed up to that m."""
+    values = view_f32(sums, width + 2)
+    peak = values[width]
+    for row in range(len(scores)):
+        peak = max(peak, scores[row])
+    decay = math32.exp(values[width] - peak)
+    total = values[width + 1] * decay
+    for row in range(len(scores)):
+        scores[row] = math32.exp(scores[row] - peak)
+        total += scores[row]
+    values[width], values[width + 1] = peak, total
+    for i in range(width):
+        values[i] *= decay
+
+
+@register_jitable
+def accumulate(sums, line, width, weight):
+    """Add a row of values, times its weight."""
+    values, row = view_f32(sums, width), view_f32(line, width)
+    for i in range(width):
+        values[i] += weight * row[i]
+
+
+@operator("attention_merge", version=1)
+class AttentionMerge(Operator):
+    """The ranges of `attention_parts`, f32[splits, H, d + 2], as one: [H d] of dtype `out`.
+
+    y[h] = sum_s exp(m_s - m) v_s / sum_s exp(m_s - m) l_s with m the largest m_s.
+    """
+
+    partials = operand("p h e", weight=False)
+    out: str = attr("f32")
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        if dims["e"] < 3:
+            raise GraphError(f"{self.name}: values of a head", wanted=">= 3", found=dims["e"])
+        return (Type(_out_dtype(self.name, self.out), (dims["h"] * (dims["e"] - 2),)),)
+
+    def meaning(self, partials: Array) -> Array:
+        y = _merge64(partials)
+        return bf16_64(y) if self.out == "bf16" else y
+
+    def cost(self, *types: Type) -> Cost:
+        (y,) = self.infer(types)
+        return Cost({"f32": 2 * types[0].size}, activation_bytes=types[0].bytes + y.bytes)
+
+    def parts(self, *types: Type) -> int:
+        return types[0].shape[1]
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        splits, heads, width = types[0].shape
+        return (heads, width - 2, splits, OUT[self.out])
+
+    @classmethod
+    def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
+        heads, width, splits, out = parameters[:4]
+        return (4 * splits * heads * (width + 2), _OUT_DTYPES[out].bytes * heads * width)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        return first_broken(
+            *common(cls, parameters, present, words=4, sizes=3), ("a dtype of the result", parameters[3] in (0, 1))
+        )
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (DType.F32, _OUT_DTYPES[parameters[3]])
+
+    @classmethod
+    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | None:
+        head = _OUT_DTYPES[parameters[3]].bytes * parameters[1]
+        return Extent(head * lo, head * (hi - lo))
+
+
+@body(AttentionMerge)
+def attention_merge_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
+    heads, width, splits, out = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)
+    pitch = heads * (width + 2)
+    for slot in range(slot_lo, slot_hi):
+        parts = view_f32(address(record, arenas, 0, slot), splits * pitch)
+        y = address(record, arenas, 1, slot)
+        y_f32, y_u16 = view_f32(y, heads * width), view_u16(y, heads * width)
+        for head in range(part_lo, part_hi):
+            first = head * (width + 2)
+            peak = F(EMPTY)
+            for s in range(splits):
+                peak = max(peak, parts[s * pitch + first + width])
+            total = F(0.0)
+            for s in range(splits):
+                place = s * pitch + first + width
+                total += math32.exp(parts[place] - peak) * parts[place + 1]
+            for i in range(width):
+                value = F(0.0)
+                for s in range(splits):
+                    place = s * pitch + first
+                    value += math32.exp(parts[place + width] - peak) * parts[place + i]
+                value = scalars.div(value, total)
+                if out == 0:
+                    y_f32[head * width + i] = value
+                else:
+                    y_u16[head * width + i] = scalars.bf16_bits(value)
+
+
+def _check_heads(name: str, heads: int, dims: Dims) -> None:
+    groups, width = dims["g"], dims["d"]
+    if heads < 1 or heads % groups or dims["q"] != heads * width:
+        wanted = f"a multiple of {groups}, so that q has {width} values a head"
+        raise GraphError(f"{name}: {heads} query heads", wanted=wanted, found=dims["q"])
+    if _scratch(heads, groups, width) > SCRATCH:
+        room = (SCRATCH // 4 - width) // (width + UNIT)
+        raise GraphError(f"{name}: query heads a key head", wanted=f"at most {room}", found=heads // groups)
+
+
+def _scratch(heads: int, groups: int, width: int) -> int:
+    """Bytes of scratch of `attention_parts`: the queries of a key head, a row of the cache, scores."""
+    group = heads // max(groups, 1)
+    return 4 * (group * width + width + group * UNIT)
+
+
+def _out_dtype(name: str, out: str) -> DType:
+    if out not in OUT:
+        raise GraphError(f"{name}: dtype of the result", wanted=" | ".join(OUT), found=out)
+    return _OUT_DTYPES[OUT[out]]
+
+
+def _attention_flops(q: Type, cache: Type) -> dict[str, int]:
+    return {"bf16": 4 * cache.shape[0] * q.size}
+
+
+def _by_head(q: Array, cache: Array, heads: int) -> tuple[Array, Array, Array]:
+    """Queries [H, d], keys and values [T, H, d]."""
+    repeated = np.repeat(cache, heads // cache.shape[2], axis=2)
+    return q.reshape(heads, -1), repeated[:, 0], repeated[:, 1]
+
+
+def _part64(queries: Array, keys: Array, values: Array) -> Array:
+    """[H, d + 2]: sums of these rows, their largest scores and totals."""
+    heads, width = queries.shape
+    if not len(keys):
+        return np.concatenate([np.zeros((heads, width)), np.tile([EMPTY, 0.0], (heads, 1))], axis=1)
+    scores = np.einsum("hd,thd->th", queries, keys)
+    peak = scores.max(0)
+    weights = np.exp(scores - peak)
+    sums = np.einsum("th,thd->hd", weights, values)
+    return np.concatenate([sums, peak[:, None], weights.sum(0)[:, None]], axis=1)
+
+
+def _merge64(parts: Array) -> Array:
+    """[H d] out of [splits, H, d + 2]."""
+    sums, peaks, totals = parts[:, :, :-2], parts[:, :, -2], parts[:, :, -1]
+    weights = np.exp(peaks - np.maximum(peaks.max(0), EMPTY))
+    return np.asarray((weights[:, :, None] * sums).sum(0) / (weights * totals).sum(0)[:, None]).reshape(-1)
