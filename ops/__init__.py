@@ -16,6 +16,7 @@ from wpk.ops import (
     shape,
     spectral,
     streaming,
+    tiles,
     words,
 )
 from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, operator
@@ -23,5 +24,5 @@ from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, opera
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
     "attention", "blockwise", "constants", "elementwise", "filterbank", "index", "kv", "linear", "mamba", "norm",
-    "recurrent", "reduce", "shape", "spectral", "streaming", "words",
+    "recurrent", "reduce", "shape", "spectral", "streaming", "tiles", "words",
 ]  # fmt: skip

@@ -46,6 +46,11 @@ def bf16_bits(array: Array) -> Array:
     return np.where(np.isnan(array), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
+def rounded_to_bf16(array: Array) -> Array:
+    """The values that bf16 stores for these, as float64."""
+    return (bf16_bits(array).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
 class Reference:
     """A graph run step by step by its meaning: what every kernel is compared with."""
 

@@ -11,7 +11,7 @@ from wpk.ir.errors import GraphError
 from wpk.ir.types import DType, Type, boolean
 from wpk.ops import math32, scalars
 from wpk.ops.elementwise import CHUNK, WORDS, Elementwise, Unary
-from wpk.ops.evaluate import bf16_bits
+from wpk.ops.evaluate import rounded_to_bf16
 from wpk.ops.legal import ANY_I32, DTypes, common, first_broken, moved
 from wpk.ops.math32 import INT, F
 from wpk.ops.memory import view_f32, view_i32, view_u16
@@ -157,7 +157,7 @@ class Cast(Elementwise):
                 return x.astype(np.int64)
             return np.clip(np.trunc(np.nan_to_num(x, nan=0.0)), -(2.0**31), 2.0**31 - 1).astype(np.int64)
         if self.dtype == "bf16":
-            return (bf16_bits(x).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+            return rounded_to_bf16(x)
         return x.astype(np.float64)
 
     def parameters(self, *types: Type) -> tuple[int | float, ...]:

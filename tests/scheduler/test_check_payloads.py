@@ -45,7 +45,7 @@ class Case:
         return assemble(values, [hand], slots=2, blocks=2)
 
 
-I32, FLAG = "i32", "bool"
+I32, FLAG, BF16 = "i32", "bool", "bf16"
 CASES = [
     Case("tanh", (300,), "io", 2),
     Case("clamp", (300, -1.0, 1.0), "io", 2),
@@ -65,6 +65,8 @@ CASES = [
     Case("embedding", (5, 3, 2), "iwo", 1, {0: I32}),
     Case("matmul", (2, 8, 4, 2, 12, 0, 20, 1, 1), "iww--o", 2),
     Case("matmul", (1, 8, 8, 0, 8, 5, 20, 0, 7), "iwwiio", 2),
+    Case("tiled_matmul", (24, 130, 2, 0, 1, 1, 2, 1e-5), "iwwio", 2, {0: BF16, 1: BF16, 4: BF16}),
+    Case("tiled_matmul", (24, 130, 2, 3, 0, 0, 0, 0.0), "iw--o", 6, {0: BF16, 1: BF16}),
     Case("layer_norm", (3, 8, 1e-5), "iw-o", 3),
     Case("layer_norm", (3, 8, 1e-5), "iwwo", 3),
     Case("rms_norm", (3, 8, 1e-5, 1.0), "iwo", 3),
