@@ -20,6 +20,6 @@ def beat_floor(model: str, *, capacity: int, context: int | None = None, target:
             found=capacity,
         )  # fmt: skip
     machine = find_target(target)
-    lowered = lowered_beat(find_model(model), context)
+    lowered = lowered_beat(find_model(model), machine, context)
     waves = max(assign_waves(lowered.phases)) + 1
     return floor_of(lowered.phases, lowered.storages, capacity, waves, machine)

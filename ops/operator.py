@@ -124,6 +124,7 @@ class Operator:
     state_operands: ClassVar[tuple[int, ...]] = ()  # read (and written) in place: caches, recurrent state
     alias: ClassVar[Mapping[int, int]] = {}  # result -> operand whose storage it must share
     inplace: ClassVar[Mapping[int, int]] = {}  # result -> operand whose storage it may share, element by element
+    fused: ClassVar[str | None] = None  # where this is the epilogue of a tiled product: the operator that is both
     semantic_parameters: ClassVar[Mapping[int, Domain]] = {}  # words that change no byte touched, and what they may be
 
     # --- meaning ------------------------------------------------------------------------------------------------

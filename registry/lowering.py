@@ -12,20 +12,21 @@ from wpk.registry.profile import Manifest
 from wpk.scheduler.compile import lower_beat
 from wpk.scheduler.phases import Lowered, Phase
 from wpk.scheduler.program import Program
+from wpk.scheduler.target import Target, find_target
 from wpk.zoo.build import build_graph
 from wpk.zoo.spec import ModelSpec
 
 
-def lowered_beat(spec: ModelSpec, context: int | None = None) -> Lowered:
-    """One beat's phases, as every target runs them."""
+def lowered_beat(spec: ModelSpec, target: Target, context: int | None = None) -> Lowered:
+    """One beat's phases, as that target runs them."""
     graph = build_graph(spec, context=spec.context if context is None else context)
-    return lower_beat(graph, Selection(spec.operators, LIBRARY), spec.clock.steps_per_beat)
+    return lower_beat(graph, Selection(spec.operators, LIBRARY), target, spec.clock.steps_per_beat)
 
 
 def recompiled(manifest: Manifest, program: Program) -> Sequence[Phase] | None:
     """The phases of the same model compiled now; None where they are no longer this program's."""
     try:
-        phases = lowered_beat(find_model(manifest.model), manifest.context).phases
+        phases = lowered_beat(find_model(manifest.model), find_target(manifest.target), manifest.context).phases
     except WpkError:
         return None
     made = [(f"{p.operator.name}@{p.operator.version}", p.label) for p in phases]

@@ -11,11 +11,13 @@ from wpk.ir.graph import Graph, Library
 from wpk.scheduler.check import verify_program
 from wpk.scheduler.cost import Floor, floor
 from wpk.scheduler.emit import emit
+from wpk.scheduler.fuse import fuse
 from wpk.scheduler.memory import plan
+from wpk.scheduler.ownership import own_rows
 from wpk.scheduler.phases import Lowered, lower
 from wpk.scheduler.place import place, predicted_seconds
 from wpk.scheduler.program import Program
-from wpk.scheduler.rewrite import expand, fuse, unroll
+from wpk.scheduler.rewrite import expand, unroll
 from wpk.scheduler.target import Target
 from wpk.scheduler.waves import assign_waves
 
@@ -39,14 +41,16 @@ def _quiet(name: str, result: object) -> None:
     """Nobody looks at the passes."""
 
 
-def lower_beat(graph: Graph, library: Library, steps: int = 1, show: Show = _quiet) -> Lowered:
-    """The passes that know neither capacity nor target: one step's graph to the phases of a beat."""
+def lower_beat(graph: Graph, library: Library, target: Target, steps: int = 1, show: Show = _quiet) -> Lowered:
+    """The passes that do not know the capacity: one step's graph to the phases of a beat."""
     check_graph(graph, library)
     expanded = expand(graph, library)
     show("expand", expanded)
     fused = fuse(expanded, library)
     show("fuse", fused)
-    beat = unroll(fused, library, steps)
+    owned = own_rows(fused, library, target)
+    show("own_rows", owned)
+    beat = unroll(owned, library, steps)
     show("unroll", beat)
     lowered = lower(beat)
     show("lower", lowered)
@@ -71,7 +75,7 @@ def compile_graph(
         raise CapacityError(
             f"capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}", found=capacity
         )
-    lowered = lower_beat(graph, library, steps, show)
+    lowered = lower_beat(graph, library, target, steps, show)
     waves = assign_waves(lowered.phases)
     show("waves", waves)
     layout = plan(lowered, waves, capacity)

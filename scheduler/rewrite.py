@@ -1,16 +1,10 @@
-"""Graph-to-graph passes: expand, fuse, unroll. Each takes an immutable graph and returns another."""
+"""Graph-to-graph passes: expand, prune, unroll. Each takes an immutable graph and returns another."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 from wpk.ir.errors import CompileError
 from wpk.ir.graph import Graph, GraphBuilder, Library, Node, StateKind, Value
-from wpk.ops.linear import RESIDUAL
-from wpk.ops.simd import ACTIVATIONS
-from wpk.scheduler.views import operator_of, overwritten_values, viewed
+from wpk.scheduler.views import operator_of
 
 
 class Rewriter:
@@ -94,95 +88,6 @@ def prune(graph: Graph, library: Library) -> Graph:
             needed |= {v.id for v in node.inputs}
     kept = tuple(n for n in graph.nodes if any(v.id in needed for v in n.outputs))
     return Graph(graph.name, graph.inputs, graph.weights, graph.states, kept, graph.outputs)
-
-
-def fuse(graph: Graph, library: Library) -> Graph:
-    """Fold an activation, then a residual addition, into the matrix product that alone feeds it.
-
-    A view (`reshape`) between the two is looked through.
-    """
-    return _fold(_fold(graph, library, _activation), library, _residual)
-
-
-@dataclass(frozen=True)
-class _Reads:
-    """Who makes the values of a graph, how often they are read, and which are overwritten in place."""
-
-    producers: Mapping[int, Node]
-    uses: Counter[int]
-    overwritten: frozenset[int]
-
-
-Fold = Callable[[Rewriter, Node, _Reads], bool]
-
-
-def _fold(graph: Graph, library: Library, fold: Fold) -> Graph:
-    rewriter = Rewriter(graph, library)
-    rewriter.leaves()
-    uses = Counter(v.id for n in graph.nodes for v in n.inputs)
-    uses.update(p.value.id for p in graph.outputs)
-    uses.update(s.update.id for s in graph.states if s.update)
-    reads = _Reads(graph.producers(), uses, overwritten_values(graph))
-    for node in graph.nodes:
-        if not node.weight and not fold(rewriter, node, reads):
-            rewriter.copy(node)
-    return prune(rewriter.finish(), library)
-
-
-def _product(value: Value, reads: _Reads) -> Node | None:
-    """The product without a residual that makes this value, through `reshape`s, if nothing else reads it.
-
-    It will run later than it does now, so it must not read what may be overwritten by then.
-    """
-    node = reads.producers.get(value.id)
-    while node is not None and node.op == "reshape" and reads.uses[value.id] == 1:
-        value = node.inputs[0]
-        node = reads.producers.get(value.id)
-    if node is None or node.op != "matmul" or reads.uses[value.id] != 1 or _has_residual(node):
-        return None
-    passing = any(viewed(v, reads.producers).id in reads.overwritten for v in node.inputs)
-    return None if passing else node
-
-
-def _activation(rewriter: Rewriter, node: Node, reads: _Reads) -> bool:
-    if node.op not in ACTIVATIONS or node.attrs:
-        return False
-    product = _product(node.inputs[0], reads)
-    if product is None or product.attributes["activation"] != "none":
-        return False
-    (made,) = rewriter.copy(product, activation=node.op)
-    rewriter.values[node.outputs[0].id] = _shaped(rewriter, made, node)
-    return True
-
-
-def _residual(rewriter: Rewriter, node: Node, reads: _Reads) -> bool:
-    if node.op != "add" or node.inputs[0].type != node.inputs[1].type or any(v.weight for v in node.inputs):
-        return False
-    for value, other in (node.inputs, node.inputs[::-1]):
-        product = _product(value, reads)
-        if product is None:
-            continue
-        inputs = [rewriter.values[v.id] for v in product.inputs]
-        attrs = dict(product.attributes)
-        attrs["roles"] = int(attrs["roles"]) | RESIDUAL  # type: ignore[arg-type]
-        with rewriter.g.labelled(product.label):
-            operator = rewriter.g.library.resolve(product.op, product.version)
-            made = rewriter.g.apply(operator, [*inputs, rewriter.values[other.id]], attrs)
-        rewriter.values[node.outputs[0].id] = _shaped(rewriter, made, node)
-        return True
-    return False
-
-
-def _has_residual(product: Node) -> bool:
-    return bool(int(product.attributes["roles"]) & RESIDUAL)  # type: ignore[arg-type]
-
-
-def _shaped(rewriter: Rewriter, made: Value, node: Node) -> Value:
-    wanted = node.outputs[0].type
-    if made.type == wanted:
-        return made
-    with rewriter.g.labelled(node.label):
-        return rewriter.g.op("reshape", made, shape=wanted.shape)  # type: ignore[no-any-return]
 
 
 def unroll(graph: Graph, library: Library, steps: int) -> Graph:

@@ -298,9 +298,9 @@ class Executed:
         return {name: np.array([v.copy() for v in views], np.float64) for name, views in self.outputs.items()}
 
 
-def lowered_beat(graph: Graph, steps: int = 1) -> Lowered:
+def lowered_beat(graph: Graph, steps: int = 1, target: str = "cpu") -> Lowered:
     """The phases of a beat, after every pass over the graph."""
-    return lower_beat(graph, SELECTION, steps)
+    return lower_beat(graph, SELECTION, find_target(target), steps)
 
 
 def machine(graph: Graph, weights: Weights, slots: int = 1, steps: int = 1) -> Machine:

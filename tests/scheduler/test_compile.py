@@ -49,7 +49,7 @@ def test_passes_are_shown_in_their_order() -> None:
     g.output("y", g.op("tanh", g.input("x", f32(6))))
     shown: dict[str, Any] = {}
     compile_graph(g.build(), SELECTION, find_target("cpu"), capacity=2, show=lambda n, r: shown.update({n: r}))
-    assert list(shown) == ["expand", "fuse", "unroll", "lower", "waves", "memory", "place", "emit"]
+    assert list(shown) == ["expand", "fuse", "own_rows", "unroll", "lower", "waves", "memory", "place", "emit"]
     assert print_graph(shown["fuse"]) and shown["emit"].slots == 2
 
 

@@ -17,7 +17,8 @@ from wpk.ir.types import boolean, f32
 from wpk.ops import LIBRARY
 from wpk.ops.linear import RESIDUAL
 from wpk.ops.simd import ACTIVATIONS
-from wpk.scheduler.rewrite import expand, fuse, prune, unroll
+from wpk.scheduler.fuse import fuse
+from wpk.scheduler.rewrite import expand, prune, unroll
 from wpk.scheduler.views import view_start
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
