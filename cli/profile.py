@@ -43,6 +43,8 @@ def build_profile(
             model, capacity=cap, context=context, target=target, force=force,
             show=lambda name, _: report(f"{model}: {name}", 0, 0),
         )  # fmt: skip
+    if built.note is not None:
+        out.note(built.note)
     fields = _summary(built.manifest) | {
         "cached": built.cached,
         "build_s": built.build_s,

@@ -167,6 +167,12 @@ class Gpu:
         self._modules.append(call("cuModuleLoadData", image))
         return self._modules[-1]
 
+    def function(self, module: Any, entry: str) -> Any:
+        """A kernel of a module, on the device before it is launched."""
+        function = call("cuModuleGetFunction", module, entry.encode())
+        call("cuFuncLoad", function)
+        return function
+
     def drop(self, module: Any) -> None:
         """End what `module` began."""
         self._modules.remove(module)
@@ -200,8 +206,7 @@ class Gpu:
     def load(self, image: bytes, entry: str, threads: int, shared_bytes: int) -> Any:
         """The kernel of a cubin, ready for a launch with that much dynamic shared memory."""
         driver = _driver()
-        function = call("cuModuleGetFunction", self.module(image), entry.encode())
-        call("cuFuncLoad", function)
+        function = self.function(self.module(image), entry)
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuFuncSetAttribute", function, limit, shared_bytes)
         fitting = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared_bytes)

@@ -16,8 +16,9 @@ from wpk.ir.errors import CapacityError, WpkError
 from wpk.ir.graph import Graph
 from wpk.kernel.bodies import compile_kernel
 from wpk.kernel.cpu import LOOPS
-from wpk.kernel.cubin import can_build
+from wpk.kernel.cubin import build_cubin, can_build
 from wpk.kernel.driver import find_device
+from wpk.kernel.packing import build_packing
 from wpk.ops import LIBRARY
 from wpk.ops.requirements import Selection
 from wpk.registry.models import find_model
@@ -35,12 +36,16 @@ MAX_CONTEXT = 1 << 24
 
 @dataclass(frozen=True)
 class Built:
-    """A profile in the store; `cached` when it was there already. build_s: seconds of this call."""
+    """A profile in the store; `cached` when it was there already. build_s: seconds of this call.
+
+    note: what is still to be built where the profile is loaded, for people; None where nothing is.
+    """
 
     manifest: Manifest
     path: Path
     cached: bool
     build_s: float
+    note: str | None = None
 
 
 def build(
@@ -50,13 +55,15 @@ def build(
     context: int | None = None,
     target: str = "auto",
     force: bool = False,
+    machine_code: bool = True,
     where: Settings | None = None,
     show: Show | None = None,
 ) -> Built:
-    """Compile a model for a capacity and keep the profile.
+    """Compile a model for a capacity and keep the profile, and the kernel's machine code in the cache.
 
     context: steps of history that caches have room for; None takes the spec's. target: a name of
-    `wpk.scheduler.target`, or "auto" for what this machine has. force: build even if it is there.
+    `wpk.scheduler.target`, or "auto" for what this machine has. force: build even if it is there. machine_code: False
+    leaves the kernel to whoever loads the profile.
     """
     started = time.monotonic()
     where = where or settings()
@@ -72,22 +79,35 @@ def build(
     store = ProfileStore(where)
     folder = store.folder / identity
     found = None if force else _usable(store, identity)  # without the lock: reading needs no right to write
-    if found is not None:
-        return Built(found, folder, True, time.monotonic() - started)
-    # One build an identity, however many processes ask: the others wait here and find it done.
-    with locked(folder.with_name(f"{identity}.build")):
-        found = None if force else _usable(store, identity)
-        if found is not None:
-            return Built(found, folder, True, time.monotonic() - started)
-        steps = spec.clock.steps_per_beat
-        _check_memory(spec.name, graph, library, chosen, capacity, steps)
-        options = {} if show is None else {"show": show}
-        compiled = compile_graph(graph, library, chosen, capacity=capacity, steps=steps, **options)
-        manifest = _manifest(identity, spec, spec_sha, context, chosen, compiled)
-        path = store.write(manifest, compiled.program.to_bytes(), str(compiled.load), replace=True)
-        if chosen.kind == "cpu":
-            compile_kernel(compiled.program.operators, LOOPS, where.kernels)
-    return Built(manifest, path, False, time.monotonic() - started)
+    cached = found is not None
+    if found is None:
+        # One build an identity, however many processes ask: the others wait here and find it done.
+        with locked(folder.with_name(f"{identity}.build")):
+            found = None if force else _usable(store, identity)
+            cached = found is not None
+            if found is None:
+                steps = spec.clock.steps_per_beat
+                _check_memory(spec.name, graph, library, chosen, capacity, steps)
+                options = {} if show is None else {"show": show}
+                compiled = compile_graph(graph, library, chosen, capacity=capacity, steps=steps, **options)
+                found = _manifest(identity, spec, spec_sha, context, chosen, compiled)
+                folder = store.write(found, compiled.program.to_bytes(), str(compiled.load), replace=True)
+    wanted = machine_code and not (cached and chosen.kind == "cpu")  # which compiles what is lacking as it starts
+    note = build_machine_code(found, chosen, where.kernels) if wanted else None
+    return Built(found, folder, cached, time.monotonic() - started, note)
+
+
+def build_machine_code(manifest: Manifest, target: Target, cache: Path) -> str | None:
+    """Everything that loading a profile would compile, into the cache; a note where that cannot be done here."""
+    operators = [f"{use.name}@{use.version}" for use in manifest.operators]
+    if target.kind == "cpu":
+        compile_kernel(operators, LOOPS, cache)
+    elif can_build():
+        build_cubin(operators, cache, slots=manifest.capacity)
+        build_packing(cache)
+    else:
+        return "The GPU's kernel is not built here: that takes numba-cuda and ptxas (pip install 'wpk[cu13]')."
+    return None
 
 
 def _usable(store: ProfileStore, identity: str) -> Manifest | None:

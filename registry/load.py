@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from wpk.ir.errors import UsageError
+from wpk.ir.graph import Graph
+from wpk.kernel.arenas import DeviceArenas
 from wpk.kernel.cpu import CpuKernel
-from wpk.kernel.cuda import CudaKernel
-from wpk.kernel.driver import find_device
+from wpk.kernel.cuda import CudaKernel, require_fit
+from wpk.kernel.driver import Device, Gpu, find_device
+from wpk.kernel.packing import Packer, build_packing
 from wpk.registry.build import build
 from wpk.registry.cohort import Cohort
 from wpk.registry.formats import TensorSet
-from wpk.registry.loading import fill_arenas
+from wpk.registry.loading import fill, fill_arenas
 from wpk.registry.models import find_model
 from wpk.registry.profile import ProfileStore
 from wpk.registry.settings import Settings, settings
 from wpk.registry.weights import WeightsStore, check_inventory
+from wpk.scheduler.program import Program
 from wpk.scheduler.target import find_target
 from wpk.zoo.build import expected_tensors
 from wpk.zoo.sources import PathSource
@@ -44,19 +49,38 @@ def load(
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise UsageError("a number of threads", wanted="an int of at least 1", found=repr(threads))
     spec = find_model(model, where) if isinstance(model, str) else model
-    built = build(spec, capacity=capacity, context=context, target=target, where=where)
+    # The kernel compiles what it lacks when it starts, on a machine that can run it.
+    built = build(spec, capacity=capacity, context=context, target=target, machine_code=False, where=where)
     chosen = find_target(built.manifest.target)
-    if chosen.kind == "cuda":
-        find_device()  # refuse before the weights are fetched
+    device = find_device() if chosen.kind == "cuda" else None  # refuse before the weights are fetched
     profile = ProfileStore(where).read(built.manifest.id)
+    if device is not None:
+        require_fit(device, profile.program)
     tensors = open_weights(spec, weights, where)
-    arenas, image = fill_arenas(profile.program, profile.load, tensors)
     kernel: CpuKernel | CudaKernel
-    if chosen.kind == "cuda":
-        kernel = CudaKernel(profile.program, arenas, image, cache=where.kernels)
+    if device is not None:
+        kernel = start_on_gpu(profile.program, profile.load, tensors, device, where.kernels)
     else:
+        arenas, image = fill_arenas(profile.program, profile.load, tensors)
         kernel = CpuKernel(profile.program, arenas, image, threads=threads, cache=where.kernels)
     return Cohort(spec, profile.manifest, kernel)
+
+
+def start_on_gpu(
+    program: Program, load: Graph, tensors: TensorSet, device: Device, cache: Path | None = None, **options: Any
+) -> CudaKernel:
+    """A program resident on a GPU, its weights made in the GPU's memory. options: of `CudaKernel`.
+
+    `CapacityError` where the GPU has too little memory.
+    """
+    gpu = Gpu(device)
+    try:
+        arenas = DeviceArenas(program, gpu)
+        image = fill(program, load, tensors, arenas, lambda marks: Packer(gpu, build_packing(cache), marks))
+        return CudaKernel(program, arenas, image, cache=cache, **options)
+    except BaseException:
+        gpu.close()
+        raise
 
 
 def open_weights(spec: ModelSpec, weights: str | Path | None, where: Settings) -> TensorSet:

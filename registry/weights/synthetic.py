@@ -73,11 +73,14 @@ class SyntheticSet(TensorSet):
         self._source = source
         self.tensors = {name: TensorInfo(tuple(shape), "float32") for name, shape in shapes.items()}
 
+    def recipe(self, name: str) -> tuple[int, float, float]:
+        """Key, offset and scale of a tensor: with them its numbers can be made wherever they are needed."""
+        return (synthetic_key(name, self._source.seed), *synthetic_affine(self.tensors[name].shape, self._source.gain))
+
     def _load(self, name: str) -> npt.NDArray[Any]:
         info = self.tensors[name]
         values = np.empty(info.size, np.float32)
-        key = synthetic_key(name, self._source.seed)
-        offset, scale = synthetic_affine(info.shape, self._source.gain)
+        key, offset, scale = self.recipe(name)
         piece = 1 << 18  # fits the caches: about twice as fast as one go, and bounded extra memory
         for start in range(0, info.size, piece):
             count = min(piece, info.size - start)

@@ -13,12 +13,18 @@ from tests.zoo.specs import SMALL, small
 from wpk import registry
 from wpk.ir.errors import CapacityError, CompileError, ProfileError, StoreError, TargetError, UnknownModelError
 from wpk.kernel.driver import Device
-from wpk.registry import ProfileStore, build
+from wpk.kernel.packing import build_packing
+from wpk.registry import ProfileStore
 from wpk.registry.settings import Settings
 from wpk.zoo.spec import ModelSpec
 
 builder = sys.modules["wpk.registry.build"]  # `wpk.registry.build` is the function
 SPEC = ModelSpec.from_yaml(SMALL)
+
+
+def build(model: ModelSpec | str, **options: Any) -> Any:
+    """A build that leaves the GPU's kernel out: it takes long, and is the same for all of these."""
+    return registry.build(model, **({"machine_code": False} | options))
 
 
 def entries(where: Settings) -> list[str]:
@@ -78,6 +84,25 @@ def test_the_memory_of_one_session_counts_for_all(where: Settings) -> None:
     """What `_check_memory` extrapolates is what a program of that capacity takes, to the byte."""
     one, many = (build(SPEC, capacity=n, target="h200", where=where).manifest.arenas for n in (1, 57))
     assert many == {arena: size * (1 if arena == "weights" else 57) for arena, size in one.items()}
+
+
+# --- machine code -------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(not builder.can_build(), reason="numba-cuda or ptxas is not installed")
+def test_a_build_for_a_gpu_leaves_nothing_to_compile(where: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[tuple[str, ...], int]] = []
+    monkeypatch.setattr(builder, "build_cubin", lambda operators, cache, slots: asked.append((tuple(operators), slots)))
+    made = build(SPEC, capacity=2, target="h200", machine_code=True, where=where)
+    again = build(SPEC, capacity=2, target="h200", machine_code=True, where=where)  # the cache may have been emptied
+    assert made.note is again.note is None and again.cached
+    assert asked == [(ProfileStore(where).read(made.manifest.id).program.operators, 2)] * 2
+    assert build_packing(where.kernels).cached
+
+
+def test_a_build_without_compilers_says_what_is_left_to_do(where: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "can_build", lambda: False)
+    made = build(SPEC, capacity=2, target="h200", machine_code=True, where=where)
+    assert "numba-cuda" in str(made.note)
+    assert entries(where) == [made.manifest.id]
 
 
 # --- identity and cache -------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def refused(store: ProfileStore, entry: Path) -> ProfileError:
 @pytest.mark.parametrize("model", ["SPEC", "'dtln'"])
 def test_two_processes_build_the_same_bytes(model: str, tmp_path: Path) -> None:
     code = f"""
-        built = registry.build({model}, capacity=7, target="h200")
+        built = registry.build({model}, capacity=7, target="h200", machine_code=False)
         print(json.dumps([built.manifest.id, built.manifest.program_sha256, str(built.path)]))
     """
     runs = [python(tmp_path / seed, code, PYTHONHASHSEED=seed) for seed in ("1", "2")]
@@ -119,7 +119,7 @@ def test_processes_that_build_one_profile_at_once_give_one_entry_and_no_error(tm
     code = """
         while not os.path.exists(os.environ["START"]):
             time.sleep(0.001)
-        built = registry.build(SPEC, capacity=5, target="h200")
+        built = registry.build(SPEC, capacity=5, target="h200", machine_code=False)
         print(json.dumps([built.manifest.id, built.manifest.program_sha256, built.cached]))
     """
     runs = [python(tmp_path, code, START=str(tmp_path / "go")) for _ in range(3)]
@@ -141,7 +141,7 @@ def test_a_build_killed_half_way_leaves_no_entry(name: str, tmp_path: Path) -> N
             print("half-way", flush=True)
             time.sleep(300)
         pathlib.Path.write_bytes = slow
-        registry.build(SPEC, capacity=3, target="h200")
+        registry.build(SPEC, capacity=3, target="h200", machine_code=False)
     """
     process = python(tmp_path, code)
     assert process.stdout and process.stdout.readline() == "half-way\n"
@@ -153,7 +153,9 @@ def test_a_build_killed_half_way_leaves_no_entry(name: str, tmp_path: Path) -> N
     (left,) = visible(store.folder)
     assert store.prune() == (left,)
     assert visible(store.folder) == []
-    built = registry.build(SPEC, capacity=3, target="h200", where=Settings(home=tmp_path, cache=tmp_path / "cache"))
+    built = registry.build(
+        SPEC, capacity=3, target="h200", machine_code=False, where=Settings(home=tmp_path, cache=tmp_path / "cache")
+    )
     assert not built.cached and all(check.ok for check in store.verify(built.manifest.id))
 
 
@@ -170,7 +172,7 @@ def test_a_build_that_fails_leaves_nothing(where: Settings, monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(WpkError, match="is full") as caught:
-        registry.build(SPEC, capacity=3, target="h200", where=where)
+        registry.build(SPEC, capacity=3, target="h200", machine_code=False, where=where)
     assert caught.value.hint
     assert visible(where.profiles) == []
 
@@ -370,7 +372,7 @@ def test_a_foreign_file_inside_an_entry_is_found_by_verify(entry: Path, store: P
 
 
 def test_a_prefix_must_name_one_profile(pristine: Path, entry: Path, store: ProfileStore, where: Settings) -> None:
-    other = registry.build(SPEC, capacity=31, target="h200", where=where).manifest.id
+    other = registry.build(SPEC, capacity=31, target="h200", machine_code=False, where=where).manifest.id
     with pytest.raises(ProfileError, match="'small-cap3' names several profiles") as caught:
         store.find("small-cap3")
     assert entry.name in str(caught.value.found) and other in str(caught.value.found)
