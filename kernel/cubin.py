@@ -116,7 +116,7 @@ def _build(make_ptx: Callable[[], str], place: Path, key: str, note: Mapping[str
 
 def kernel_ptx(operators: Sequence[str]) -> str:
     """PTX of the resident kernel for these operators."""
-    _require_numba_cuda()
+    require_numba_cuda()
     with without_device():
         from wpk.kernel.resident import SIGNATURE, make_kernel
 
@@ -209,7 +209,7 @@ def can_build() -> bool:
     return importlib.util.find_spec("numba_cuda") is not None and find_ptxas() is not None
 
 
-def _require_numba_cuda() -> None:
+def require_numba_cuda() -> None:
     if importlib.util.find_spec("numba_cuda") is None:
         raise KernelError(
             "kernels for a GPU cannot be built here", wanted="numba-cuda", found="not installed",
