@@ -8,6 +8,7 @@ reads ranges of rows apart from each other, and `attention_merge`: the split sof
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import ClassVar
@@ -19,12 +20,25 @@ from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import DType, Type, bf16, f32
 from wpk.ops import math32, scalars
-from wpk.ops.legal import FINITE, DTypes, common, first_broken
-from wpk.ops.mamba import bf16_64
+from wpk.ops.evaluate import rounded_to_bf16
+from wpk.ops.legal import FINITE, NOT_NEGATIVE, DTypes, common, first_broken
+from wpk.ops.mamba import check_product
 from wpk.ops.math32 import F
 from wpk.ops.memory import view_f32, view_u16
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import address, operand_i32, parameter, parameter_f32
+from wpk.ops.tiles import (
+    inverse_rms,
+    inverse_rms64,
+    part_rows,
+    product_cost,
+    scale_rows,
+    squares_of,
+    tile_bytes,
+    tile_rows,
+    tile_rules,
+    unpacked_tiles,
+)
 from wpk.ops.vector import dot
 
 BLOCK = 8  # rows of the projection that a part of `qkv_split` has
@@ -68,8 +82,8 @@ def qkv64(p: Array, cache: Array, position: Array, scale: float) -> tuple[Array,
     row = cache[0].size
     following = np.array(cache)
     if 0 <= position < len(cache):
-        following[int(position)] = bf16_64(p[p.size - row :]).reshape(cache.shape[1:])
-    return bf16_64(p[: p.size - row] * scale), following
+        following[int(position)] = rounded_to_bf16(p[p.size - row :]).reshape(cache.shape[1:])
+    return rounded_to_bf16(p[: p.size - row] * scale), following
 
 
 # --- what the bodies share ----------------------------------------------------------------------------------------
@@ -164,6 +178,101 @@ def qkv_split_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
         qkv_rows(p, lo, hi, query, row, scale, q, cache, position, rows)
 
 
+@operator("qkv_projection", version=1)
+class QkvProjection(Operator):
+    """`qkv_split` of a product with tiles: (q bf16[H d], the cache, in place).
+
+    x [k] bf16, tiles bf16 of W [n, k] by `pack_tiles` with the same shares, n = (H + 2 G) d, squares f32
+    [ceil(k / 128)], of which p = W x / sqrt(sum(squares) / k + eps); cache and position as those of `qkv_split`.
+    """
+
+    x = operand("k", dtypes=DType.BF16, weight=False)
+    tiles = operand("t", dtypes=DType.BF16, weight=True)
+    squares = operand("s", weight=False)
+    cache = operand("...", dtypes=DType.BF16, weight=False)
+    position = operand("", dtypes=DType.I32)
+    n: int = attr()
+    k: int = attr()
+    shares: int = attr(1)
+    eps: float = attr(0.0)
+    scale: float = attr(1.0)
+    semantic_parameters: ClassVar = {7: NOT_NEGATIVE, 8: FINITE}
+    result_count: ClassVar[int] = 2
+    state_operands: ClassVar[tuple[int, ...]] = (3,)
+    alias: ClassVar[Mapping[int, int]] = {1: 3}
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        check_product(self.name, dims, self.n, self.k, self.shares, self.eps)
+        heads, _, width, _ = qkv_sizes(self.name, self.n, dims.like("cache"))
+        return (bf16(heads * width), dims.like("cache"))
+
+    def meaning(
+        self, x: Array, tiles: Array, squares: Array, cache: Array, position: Array
+    ) -> tuple[Array, Array]:  # fmt: skip
+        p = unpacked_tiles(tiles, self.n, self.k, self.shares) @ x * inverse_rms64(squares, self.k, self.eps)
+        return qkv64(p, cache, position, self.scale)
+
+    def cost(self, *types: Type) -> Cost:
+        x, _, squares, cache, position = types
+        q, _ = self.infer(types)
+        product = product_cost(self.n, self.k, (x, squares, position), (q,))
+        flops = {**product.flops, "f32": q.size}
+        return dataclasses.replace(product, flops=flops, state_bytes=cache.bytes // cache.shape[0])
+
+    def parts(self, *types: Type) -> int:
+        return self.shares
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        sizes = qkv_sizes(self.name, self.n, types[3])
+        return (self.k, self.shares, *sizes, squares_of(self.k), float(self.eps), float(self.scale))
+
+    @classmethod
+    def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
+        k, _, heads, groups, width, rows, squares = parameters[:7]
+        cache = 2 * rows * 2 * groups * width
+        tiles = tile_bytes((heads + 2 * groups) * width, k)
+        return (2 * k, tiles, 4 * squares, cache, 4, 2 * heads * width, cache)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        k, shares, heads, groups, width, _, squares = parameters[:7]
+        return first_broken(
+            *common(cls, parameters, present, words=9),
+            *tile_rules((heads + 2 * groups) * width, k, shares, 0),
+            whole_heads(heads, groups),
+            ("the sums of squares of k elements", squares == squares_of(k)),
+        )
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (DType.BF16, DType.BF16, DType.F32, DType.BF16, DType.I32, DType.BF16, DType.BF16)
+
+    @classmethod
+    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | tuple[()]:
+        _, shares, heads, groups, width = parameters[:5]
+        n = (heads + 2 * groups) * width
+        first, last = part_rows(n, shares, 0, lo)[0], part_rows(n, shares, 0, hi - 1)[1]
+        return qkv_writes(parameters[2:6], operand == 6, first, last)
+
+
+@body(QkvProjection)
+def qkv_projection_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
+    k, shares = parameter(record, 0), parameter(record, 1)
+    heads, groups, width = parameter(record, 2), parameter(record, 3), parameter(record, 4)
+    rows, squares = parameter(record, 5), parameter(record, 6)
+    eps, scale = parameter_f32(record, 7), parameter_f32(record, 8)
+    query, row = heads * width, 2 * groups * width
+    n, tiles = query + row, address(record, arenas, 1, 0)
+    for part in range(part_lo, part_hi):
+        lo, hi = part_rows(n, shares, 0, part)
+        for slot in range(slot_lo, slot_hi):
+            tile_rows(tiles, n, k, shares, 0, part, address(record, arenas, 0, slot), scratch)
+            scale_rows(scratch, hi - lo, inverse_rms(address(record, arenas, 2, slot), squares, k, eps))
+            q, cache = address(record, arenas, 5, slot), address(record, arenas, 6, slot)
+            position = np.int64(operand_i32(record, arenas, 4, slot, 1)[0])
+            qkv_rows(scratch, lo, hi, query, row, scale, q, cache, position, rows)
+
+
 # --- attention ----------------------------------------------------------------------------------------------------
 @operator("kv_attention", version=1)
 class KvAttention(Operator):
@@ -192,7 +301,7 @@ class KvAttention(Operator):
         rows = int(np.clip(position, 0, len(cache) - 1)) + 1
         queries, keys, values = _by_head(q, cache, self.heads)
         y = _merge64(_part64(queries, keys[:rows], values[:rows])[None])
-        return bf16_64(y) if self.out == "bf16" else y
+        return rounded_to_bf16(y) if self.out == "bf16" else y
 
     def cost(self, *types: Type) -> Cost:
         q, cache, _ = types
@@ -366,7 +475,7 @@ class AttentionMerge(Operator):
 
     def meaning(self, partials: Array) -> Array:
         y = _merge64(partials)
-        return bf16_64(y) if self.out == "bf16" else y
+        return rounded_to_bf16(y) if self.out == "bf16" else y
 
     def cost(self, *types: Type) -> Cost:
         (y,) = self.infer(types)

@@ -7,6 +7,8 @@ is the same with the product in front of it, the rows never leaving the core tha
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -16,13 +18,28 @@ from numba.extending import register_jitable
 from wpk.ir.errors import GraphError
 from wpk.ir.types import DType, Type, f32
 from wpk.ops import math32, scalars
-from wpk.ops.evaluate import bf16_bits
-from wpk.ops.legal import DTypes, common, first_broken
+from wpk.ops.evaluate import rounded_to_bf16
+from wpk.ops.legal import NOT_NEGATIVE, DTypes, common, first_broken
 from wpk.ops.math32 import F
 from wpk.ops.memory import view_f32, view_u16
-from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, body, operand, operator
-from wpk.ops.payload import address, operand_f32, parameter
+from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
+from wpk.ops.payload import address, operand_f32, parameter, parameter_f32
 from wpk.ops.scalars import silu64
+from wpk.ops.tiles import (
+    check_operands,
+    check_squares,
+    check_tiles,
+    inverse_rms,
+    inverse_rms64,
+    part_rows,
+    product_cost,
+    scale_rows,
+    squares_of,
+    tile_bytes,
+    tile_rows,
+    tile_rules,
+    unpacked_tiles,
+)
 from wpk.ops.vector import dot
 
 TAPS = 4  # of the convolution: the ring's three rows and the new one
@@ -68,11 +85,6 @@ def split_writes(sizes: Sequence[int], ring: bool, lo: int, hi: int) -> Extent |
 
 
 # --- meaning ------------------------------------------------------------------------------------------------------
-def bf16_64(x: Array) -> Array:
-    """float64 rounded to bf16."""
-    return np.asarray((bf16_bits(x).astype(np.uint32) << 16).view(np.float32).astype(np.float64))
-
-
 def split64(p: Array, ring: Array, constants: Array) -> tuple[Array, Array]:
     """The meaning of `mamba2_split`: (mixed, the ring after the step)."""
     channels = ring.shape[1]
@@ -81,7 +93,7 @@ def split64(p: Array, ring: Array, constants: Array) -> tuple[Array, Array]:
     ends = np.cumsum([TAPS * channels, channels, heads, heads])
     taps, offset, dt_bias, a, skip = np.split(constants, ends)
     z, xbc, dt = np.split(p, [inner, inner + channels])
-    window = np.concatenate([ring, bf16_64(xbc)[None]])
+    window = np.concatenate([ring, rounded_to_bf16(xbc)[None]])
     dt = dt + dt_bias
     dt = np.where(dt > LINEAR, dt, np.logaddexp(0.0, dt))
     by_head = np.stack([dt, np.exp(dt * a), skip, np.zeros(heads)], axis=1)
@@ -199,6 +211,107 @@ def mamba2_split_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratc
         p, mixed = address(record, arenas, 0, slot), address(record, arenas, 3, slot)
         ring = address(record, arenas, 4, slot)
         split_rows(p + 4 * lo, lo, hi, inner, channels, heads, ring, constants, mixed)
+
+
+@operator("mamba2_projection", version=1)
+class Mamba2Projection(Operator):
+    """`mamba2_split` of a product with tiles: (mixed f32[DI + CC + 4 NH], the ring after the step, in place).
+
+    x [k] bf16, tiles bf16 of W [n, k] by `pack_tiles` with the same shares, squares f32 [ceil(k / 128)], of which
+    p = W x / sqrt(sum(squares) / k + eps); constants and ring as those of `mamba2_split`, n = DI + CC + NH.
+    """
+
+    x = operand("k", dtypes=DType.BF16, weight=False)
+    tiles = operand("t", dtypes=DType.BF16, weight=True)
+    squares = operand("s", weight=False)
+    constants = operand("m", weight=True)
+    ring = operand("3 c", dtypes=DType.BF16, weight=False)
+    n: int = attr()
+    k: int = attr()
+    shares: int = attr(1)
+    eps: float = attr(0.0)
+    semantic_parameters: ClassVar = {7: NOT_NEGATIVE}
+    result_count: ClassVar[int] = 2
+    state_operands: ClassVar[tuple[int, ...]] = (4,)
+    alias: ClassVar[Mapping[int, int]] = {1: 4}
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        check_product(self.name, dims, self.n, self.k, self.shares, self.eps)
+        sizes = split_sizes(self.name, self.n, dims.like("ring"), dims.like("constants"))
+        return (f32(mixed_size(*sizes)), dims.like("ring"))
+
+    def meaning(
+        self, x: Array, tiles: Array, squares: Array, constants: Array, ring: Array
+    ) -> tuple[Array, Array]:  # fmt: skip
+        p = unpacked_tiles(tiles, self.n, self.k, self.shares) @ x * inverse_rms64(squares, self.k, self.eps)
+        return split64(p, ring, constants)
+
+    def cost(self, *types: Type) -> Cost:
+        x, _, squares, constants, ring = types
+        mixed, _ = self.infer(types)
+        product = product_cost(self.n, self.k, (x, squares), (mixed,), constants.bytes)
+        flops = {**product.flops, "f32": split_flops(self.n, ring)}
+        return dataclasses.replace(product, flops=flops, state_bytes=2 * ring.bytes)
+
+    def parts(self, *types: Type) -> int:
+        return self.shares
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        sizes = split_sizes(self.name, self.n, types[4], types[3])
+        return (self.n, self.k, self.shares, *sizes, squares_of(self.k), float(self.eps))
+
+    @classmethod
+    def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
+        n, k, _, inner, channels, heads, squares = parameters[:7]
+        ring = 2 * (TAPS - 1) * channels
+        constants = 4 * ((TAPS + 1) * channels + 3 * heads)
+        mixed = 4 * mixed_size(inner, channels, heads)
+        return (2 * k, tile_bytes(n, k), 4 * squares, constants, ring, mixed, ring)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        n, k, shares, inner, channels, heads, squares = parameters[:7]
+        return first_broken(
+            *common(cls, parameters, present, words=8),
+            *tile_rules(n, k, shares, 0),
+            blocks_of_rows((inner, channels, heads)),
+            ("n rows of z, xBC and dt", n == inner + channels + heads),
+            ("the sums of squares of k elements", squares == squares_of(k)),
+        )
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (DType.BF16, DType.BF16, DType.F32, DType.F32, DType.BF16, DType.F32, DType.BF16)
+
+    @classmethod
+    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | tuple[()]:
+        n, _, shares = parameters[:3]
+        first, last = part_rows(n, shares, 0, lo)[0], part_rows(n, shares, 0, hi - 1)[1]
+        return split_writes(parameters[3:6], operand == 6, first, last)
+
+
+@body(Mamba2Projection)
+def mamba2_projection_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
+    n, k, shares = parameter(record, 0), parameter(record, 1), parameter(record, 2)
+    inner, channels, heads = parameter(record, 3), parameter(record, 4), parameter(record, 5)
+    squares, eps = parameter(record, 6), parameter_f32(record, 7)
+    tiles, constants = address(record, arenas, 1, 0), address(record, arenas, 3, 0)
+    for part in range(part_lo, part_hi):
+        lo, hi = part_rows(n, shares, 0, part)
+        for slot in range(slot_lo, slot_hi):
+            tile_rows(tiles, n, k, shares, 0, part, address(record, arenas, 0, slot), scratch)
+            scale_rows(scratch, hi - lo, inverse_rms(address(record, arenas, 2, slot), squares, k, eps))
+            mixed, ring = address(record, arenas, 5, slot), address(record, arenas, 6, slot)
+            split_rows(scratch, lo, hi, inner, channels, heads, ring, constants, mixed)
+
+
+def check_product(name: str, dims: Dims, n: int, k: int, shares: int, eps: float) -> None:
+    """Raise where x, tiles, squares and eps are not those of a normalised product with a matrix [n, k]."""
+    check_tiles(name, n, k, shares)
+    check_operands(name, dims, n, k)
+    check_squares(name, dims.like("squares"), k)
+    if not (eps >= 0.0 and math.isfinite(eps)):
+        raise GraphError(f"{name}: eps", wanted=">= 0", found=eps)
 
 
 def split_flops(n: int, ring: Type) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.harness import Application, application, check, meaning, random_inputs, stored, value
+from tests.ops.harness import Application, application, check, execute, meaning, random_inputs, stored, value
 from wpk.ir.errors import GraphError
 from wpk.ir.types import Type, bf16, f32, i32
 from wpk.ops.operator import LIBRARY, Array
+from wpk.ops.tiles import packed_tiles
 
 SEEDS = st.integers(0, 99)
 SLOTS = st.sampled_from([1, 3])
@@ -57,6 +60,62 @@ def test_qkv_split_refuses_rows_that_are_no_heads(n: int, cache: Type, position:
     application("qkv_split", f32(40), bf16(4, 2, 1, 8), i32())
     with pytest.raises(GraphError):
         application("qkv_split", f32(n), cache, position)
+
+
+# --- qkv_projection -----------------------------------------------------------------------------------------------
+def projection(heads: int, groups: int, width: int, rows: int, k: int, shares: int) -> Application:
+    n = (heads + 2 * groups) * width
+    return application(
+        "qkv_projection", bf16(k), bf16(n * (-(-k // 64) * 64)), f32(-(-k // 128)), bf16(rows, 2, groups, width), i32(),
+        n=n, k=k, shares=shares, eps=1e-5, scale=0.25,
+    )  # fmt: skip
+
+
+def projection_inputs(app: Application, slots: int, seed: int) -> list[Array]:
+    """A weight in tiles, and the sums of squares of another vector of that length."""
+    op: Any = app.op
+    x, _, squares, cache, _ = random_inputs(app, slots, seed)
+    weight = np.random.default_rng(seed).standard_normal((op.n, op.k)) / np.sqrt(op.k)
+    tiles = packed_tiles(stored(weight, bf16(op.n, op.k)), op.shares)
+    return [x, tiles, squares**2 * min(128, op.k), cache, positions(cache.shape[1], slots, seed)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 2), GROUPS, st.integers(1, 9), st.integers(1, 300), st.integers(1, 6), SLOTS, SEEDS)
+def test_qkv_projection_is_the_split_of_the_product(
+    groups: int, per_group: int, rows: int, k: int, shares: int, slots: int, seed: int
+) -> None:
+    """Near the meaning, from which rounding to bf16 may part it, and in every bit what the two operators make."""
+    shares = min(shares, (per_group + 2) * groups)
+    app = projection(groups * per_group, groups, 8, rows, k, shares)
+    x, tiles, squares, cache, where = inputs = projection_inputs(app, slots, seed)
+    found = check(app, inputs, slots, rtol=2.0**-7, atol=1e-5)
+    op: Any = app.op
+    product = application(
+        "tiled_matmul", *app.inputs[:3], weights=[False, True, False], n=op.n, k=k, shares=shares, eps=op.eps, roles=2
+    )
+    (p,) = execute(product, [x, tiles, squares], slots)
+    after = execute(split(groups * per_group, groups, 8, rows), [p, cache, where], slots)
+    for fused, unfused in zip(found, after, strict=True):
+        np.testing.assert_array_equal(fused, unfused)
+
+
+def test_shares_of_queries_write_no_byte_of_the_cache_and_shares_of_keys_none_of_the_query() -> None:
+    app = projection(6, 1, 8, 5, 64, 8)
+    parameters = [int(p) for p in app.op.parameters(*app.inputs)[:7]] + [0, 0]
+    writes = [[app.cls.part_writes(parameters, place, share, share + 1) for place in (5, 6)] for share in range(8)]
+    assert [query == () for query, _ in writes] == [False] * 6 + [True] * 2
+    assert [row == () for _, row in writes] == [True] * 6 + [False] * 2
+    check(app, projection_inputs(app, 3, 0), 3, rtol=2.0**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [
+    {"n": 72}, {"k": 65}, {"shares": 0}, {"shares": 9}, {"eps": -1.0}, {"eps": float("inf")},
+])  # fmt: skip
+def test_qkv_projection_refuses_what_does_not_fit(changes: dict[str, float]) -> None:
+    app = projection(6, 1, 8, 5, 64, 8)
+    with pytest.raises(GraphError):
+        application("qkv_projection", *app.inputs, **{"n": 64, "k": 64, "shares": 8, "eps": 0.0} | changes)
 
 
 # --- kv_attention -------------------------------------------------------------------------------------------------
@@ -165,6 +224,11 @@ def test_kv_attention_refuses_heads_that_do_not_fit(attrs: dict[str, object]) ->
     ("qkv_split", (4, 2, 8, 5), [
         (3, 2, 8, 5), (1, 1, 7, 5), (4, 0, 8, 5), (4, 2, 8, 0), (0, 2, 8, 5), (4, 2, 8, 5, 0x7FC00000), (4, -2, 8, 5),
         (4, 2, 8, 5, 0, 1),
+    ]),
+    ("qkv_projection", (130, 2, 4, 2, 8, 5, 2), [
+        (130, 2, 3, 2, 8, 5, 2), (130, 9, 4, 2, 8, 5, 2), (130, 0, 4, 2, 8, 5, 2), (0, 2, 4, 2, 8, 5, 2),
+        (130, 2, 4, 2, 8, 0, 2), (130, 2, 4, 2, 8, 5, 3), (130, 2, 4, 2, 8, 5, 2, -1), (130, 2, 1, 1, 7, 5, 2),
+        (130, 2, 4, 2, 8, 5, 2, 0, 0x7FC00000), (130, 2, 100, 2, 8, 5, 2), (130, 2, 4, -2, 8, 5, 2),
     ]),
     ("attention_parts", (4, 2, 8, 5, 3), [
         (3, 2, 8, 5, 3), (4, 0, 8, 5, 3), (4, 2, 8, 5, 0), (4, 2, 8, 0, 3), (4, 2, 1 << 20, 5, 3), (4000, 1, 8, 5, 3),

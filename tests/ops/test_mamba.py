@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.harness import Application, application, check, random_inputs, stored, value
+from tests.ops.harness import Application, application, check, execute, random_inputs, stored, value
 from wpk.ir.errors import GraphError
 from wpk.ir.types import bf16, f32
 from wpk.ops.operator import LIBRARY, Array
+from wpk.ops.tiles import packed_tiles
 
 SEEDS = st.integers(0, 99)
 SLOTS = st.sampled_from([1, 3])
@@ -85,6 +88,70 @@ def test_mamba2_split_refuses_operands_that_contradict_each_other(n: int, ring: 
         application("mamba2_split", f32(n), ring, constants)  # type: ignore[arg-type]
 
 
+# --- mamba2_projection --------------------------------------------------------------------------------------------
+def projection(inner: int, channels: int, heads: int, k: int, shares: int, eps: float = 1e-5) -> Application:
+    n = inner + channels + heads
+    return application(
+        "mamba2_projection", bf16(k), bf16(n * (-(-k // 64) * 64)), f32(-(-k // 128)),
+        f32(5 * channels + 3 * heads), bf16(3, channels), n=n, k=k, shares=shares, eps=eps,
+    )  # fmt: skip
+
+
+def projection_inputs(app: Application, slots: int, seed: int) -> list[Array]:
+    """A weight in tiles, and the sums of squares of another vector of that length."""
+    op: Any = app.op
+    x, _, squares, constants, ring = random_inputs(app, slots, seed)
+    weight = np.random.default_rng(seed).standard_normal((op.n, op.k)) / np.sqrt(op.k)
+    tiles = packed_tiles(stored(weight, bf16(op.n, op.k)), op.shares)
+    return [x, tiles, squares**2 * min(128, op.k), -np.abs(constants), ring]
+
+
+@settings(max_examples=15, deadline=None)
+@given(BLOCKS, BLOCKS, BLOCKS, st.integers(1, 300), st.integers(1, 6), SLOTS, SEEDS)
+def test_mamba2_projection_is_the_split_of_the_product(
+    inner: int, channels: int, heads: int, k: int, shares: int, slots: int, seed: int
+) -> None:
+    """Near the meaning, from which rounding to bf16 may part it, and in every bit what the two operators make."""
+    app = projection(8 * inner, 8 * channels, 8 * heads, k, min(shares, inner + channels + heads))
+    x, tiles, squares, constants, ring = inputs = projection_inputs(app, slots, seed)
+    found = check(app, inputs, slots, rtol=2.0**-7, atol=0.05)
+    op: Any = app.op
+    product = application(
+        "tiled_matmul",
+        *app.inputs[:3],
+        weights=[False, True, False],
+        n=op.n,
+        k=k,
+        shares=op.shares,
+        eps=op.eps,
+        roles=2,
+    )
+    (p,) = execute(product, [x, tiles, squares], slots)
+    after = execute(split(8 * inner, 8 * channels, 8 * heads), [p, ring, constants], slots)
+    for fused, unfused in zip(found, after, strict=True):
+        np.testing.assert_array_equal(fused, unfused)
+
+
+def test_mamba2_projection_step_after_step_carries_its_ring() -> None:
+    app = projection(16, 24, 8, 130, 3)
+    inputs = projection_inputs(app, 2, 0)
+    inputs[4] = np.zeros_like(inputs[4])
+    for seed in range(1, 6):
+        inputs[0] = random_inputs(app, 2, seed)[0]
+        before = inputs[4]
+        _, inputs[4] = check(app, inputs, 2, rtol=2.0**-7, atol=0.05)
+        np.testing.assert_array_equal(inputs[4][:, :2], before[:, 1:])
+
+
+@pytest.mark.parametrize("changes", [
+    {"n": 56}, {"k": 129}, {"k": 120}, {"shares": 0}, {"shares": 7}, {"eps": -1.0}, {"eps": float("nan")},
+])  # fmt: skip
+def test_mamba2_projection_refuses_what_does_not_fit(changes: dict[str, float]) -> None:
+    app = projection(16, 24, 8, 64, 3)
+    with pytest.raises(GraphError):
+        application("mamba2_projection", *app.inputs, **{"n": 48, "k": 64, "shares": 3, "eps": 0.0} | changes)
+
+
 # --- mamba2_step --------------------------------------------------------------------------------------------------
 def step(heads: int, rows: int, groups: int) -> Application:
     mixed = 2 * heads * rows + 256 * groups + 4 * heads
@@ -147,6 +214,11 @@ def test_mamba2_step_refuses_other_states(mixed: int, state: tuple[int, ...]) ->
 # --- what payloads may say ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "sound", "wrong"), [
     ("mamba2_split", (8, 16, 8), [(0, 16, 8), (8, 12, 8), (8, 16, 4), (-8, 16, 8), (8, 16, 8, 1)]),
+    ("mamba2_projection", (32, 130, 2, 8, 16, 8, 2), [
+        (40, 130, 2, 8, 16, 8, 2), (32, 130, 5, 8, 16, 8, 2), (32, 130, 0, 8, 16, 8, 2), (32, 0, 2, 8, 16, 8, 2),
+        (32, 130, 2, 8, 20, 4, 2), (32, 130, 2, 8, 16, 8, 3), (32, 130, 2, 8, 16, 8, 2, -1), (32, 130, 2, 0, 24, 8, 2),
+        (1488, 130, 8, 8, 1472, 8, 2), (32, 130, 2, 8, 16, 8, 2, 0, 1),
+    ]),
     ("mamba2_step", (4, 80, 2, 40), [
         (4, 80, 3, 40), (4, 80, 2, 80), (4, 80, 2, 32), (4, 80, 2, 0), (4, 80, 0, 40), (4, 80, 2, -8), (4, 80, -2, 40),
         (4, 44, 2, 40),
