@@ -118,6 +118,7 @@ class QkvSplit(Operator):
     scale: float = attr(1.0)
     semantic_parameters: ClassVar = {4: FINITE}
     result_count: ClassVar[int] = 2
+    fused: ClassVar[str | None] = "qkv_projection"
     state_operands: ClassVar[tuple[int, ...]] = (1,)
     alias: ClassVar[Mapping[int, int]] = {1: 1}
 

@@ -158,6 +158,7 @@ class Mamba2Split(Operator):
     ring = operand("3 c", dtypes=DType.BF16, weight=False)
     constants = operand("m", weight=True)
     result_count: ClassVar[int] = 2
+    fused: ClassVar[str | None] = "mamba2_projection"
     state_operands: ClassVar[tuple[int, ...]] = (1,)
     alias: ClassVar[Mapping[int, int]] = {1: 1}
 

@@ -14,21 +14,24 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from wpk.ir.graph import Graph, GraphBuilder, Value
-from wpk.ir.types import DType, Type, f32
+from wpk.ir.graph import Graph, GraphBuilder, Node, Value
+from wpk.ir.types import DType, Type, bf16, f32
 from wpk.kernel.control import set_bit
 from wpk.kernel.cpu import CpuKernel
 from wpk.ops.evaluate import Reference, evaluate
 from wpk.ops.operator import Array
 from wpk.ops.payload import Arena
 from wpk.ops.requirements import Selection
+from wpk.ops.tiles import least_shares
 from wpk.registry.cohort import _port_views
 from wpk.registry.loading import fill_arenas
 from wpk.registry.settings import settings
 from wpk.scheduler.compile import Compiled, compile_graph, lower_beat
+from wpk.scheduler.fuse import fuse
 from wpk.scheduler.memory import Layout, plan
 from wpk.scheduler.phases import Lowered, Ref
 from wpk.scheduler.program import Direction, Role
+from wpk.scheduler.rewrite import expand
 from wpk.scheduler.target import find_target
 from wpk.scheduler.waves import assign_waves
 
@@ -182,6 +185,40 @@ def _cached(p: Pool) -> None:
             p.add(p.op("reshape", seen, shape=(6,)))
         if moment == 1:
             cache = p.g.append("cache", row)
+
+
+# --- what tests of passes ask of a graph ---------------------------------------------------------------------------
+def session_ops(graph: Graph) -> list[str]:
+    """Operators of a step in order, weight-level ones left out."""
+    return [n.op for n in graph.nodes if not n.weight]
+
+
+def only(graph: Graph, op: str) -> Node:
+    (node,) = [n for n in graph.nodes if n.op == op]
+    return node
+
+
+def fused(build: Callable[[GraphBuilder], object], tolerance: float = 1e-9) -> Graph:
+    """What fusing makes of a graph, which must mean what it meant, up to where it is rounded to bf16."""
+    g = builder()
+    build(g)
+    graph = g.build()
+    made = fuse(expand(graph, SELECTION), SELECTION)
+    weights = weights_of(graph)
+    agree(graph, Meant(made, weights), Meant(graph, weights), beats=3, tolerance=tolerance)
+    return made
+
+
+def dense(g: GraphBuilder, x: Value, n: int = 6, **attrs: str) -> Value:
+    return g.op("linear", x, g.weight("w", f32(n, x.type.shape[-1])), **attrs)  # type: ignore[no-any-return]
+
+
+def tiled(g: GraphBuilder, x: Value, n: int, name: str = "w", *, cast: bool = True, **attrs: Any) -> Value:
+    """A product with the bf16 weight `name` [n, k] in tiles; cast: x is rounded first."""
+    k, shares = x.type.size, least_shares(n)
+    x = g.op("cast", x, dtype="bf16") if cast else x
+    tiles = g.op("pack_tiles", g.weight(name, bf16(n, k)), shares=shares)
+    return g.op("tiled_matmul", x, tiles, n=n, k=k, shares=shares, **attrs)  # type: ignore[no-any-return]
 
 
 # --- running ------------------------------------------------------------------------------------------------------

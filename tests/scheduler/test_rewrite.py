@@ -8,45 +8,30 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.graphs import CONTEXT, SELECTION, Meant, agree, builder, graphs, weights_of
+from tests.scheduler.graphs import (
+    CONTEXT,
+    SELECTION,
+    Meant,
+    agree,
+    builder,
+    dense,
+    fused,
+    graphs,
+    only,
+    session_ops,
+    weights_of,
+)
 from wpk.ir.check import check_graph
 from wpk.ir.errors import GraphError
-from wpk.ir.graph import Graph, GraphBuilder, Library, Node, StateKind, Value
+from wpk.ir.graph import Graph, GraphBuilder, Library, StateKind, Value
 from wpk.ir.text import parse_graph, print_graph
 from wpk.ir.types import boolean, f32
 from wpk.ops import LIBRARY
-from wpk.ops.linear import RESIDUAL
-from wpk.ops.simd import ACTIVATIONS
 from wpk.scheduler.fuse import fuse
 from wpk.scheduler.rewrite import expand, prune, unroll
 from wpk.scheduler.views import view_start
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
-
-
-def session_ops(graph: Graph) -> list[str]:
-    """Operators of a step in order, weight-level ones left out."""
-    return [n.op for n in graph.nodes if not n.weight]
-
-
-def only(graph: Graph, op: str) -> Node:
-    (node,) = [n for n in graph.nodes if n.op == op]
-    return node
-
-
-def fused(build: Callable[[GraphBuilder], object]) -> Graph:
-    """What fusing makes of a graph, which must mean what it meant."""
-    g = builder()
-    build(g)
-    graph = g.build()
-    made = fuse(expand(graph, SELECTION), SELECTION)
-    weights = weights_of(graph)
-    agree(graph, Meant(made, weights), Meant(graph, weights), beats=3)
-    return made
-
-
-def dense(g: GraphBuilder, x: Value, n: int = 6, **attrs: str) -> Value:
-    return g.op("linear", x, g.weight("w", f32(n, x.type.shape[-1])), **attrs)  # type: ignore[no-any-return]
 
 
 # --- expand -------------------------------------------------------------------------------------------------------
@@ -106,200 +91,6 @@ def test_weights_that_only_print_alike_are_not_taken_for_one() -> None:
     g = builder()
     build(g)
     assert [n.op for n in expand(g.build(), SELECTION).nodes].count("full") == 2
-
-
-# --- fuse ---------------------------------------------------------------------------------------------------------
-PLAIN_ACTIVATIONS = [n for n in ACTIVATIONS if LIBRARY.versions(n)]
-
-
-@pytest.mark.parametrize("name", PLAIN_ACTIVATIONS)
-def test_an_activation_is_folded_into_the_product(name: str) -> None:
-    made = fused(lambda g: g.output("y", g.op(name, dense(g, g.input("x", f32(2, 6))))))
-    product = only(made, "matmul")
-    if product.attributes["activation"] == "none":  # one with attributes of its own
-        assert only(made, name).attrs
-    else:
-        assert product.attributes["activation"] == name and name not in session_ops(made)
-
-
-def test_most_activations_fold() -> None:
-    assert {"relu", "tanh", "sigmoid"} <= set(PLAIN_ACTIVATIONS)
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-def test_a_residual_is_folded_whichever_side_it_is_on(swapped: bool) -> None:
-    def build(g: GraphBuilder) -> None:
-        x = g.input("x", f32(6))
-        pair = (dense(g, x), x)
-        g.output("y", g.op("add", *(pair[::-1] if swapped else pair)))
-
-    made = fused(build)
-    assert session_ops(made) == ["matmul", "reshape"]
-    assert only(made, "matmul").attributes["roles"] == RESIDUAL
-
-
-def test_an_activation_and_then_a_residual_are_folded_together() -> None:
-    def build(g: GraphBuilder) -> None:
-        x = g.input("x", f32(6))
-        g.output("y", g.op("add", x, g.op("relu", dense(g, x))))
-
-    made = fused(build)
-    assert session_ops(made) == ["matmul", "reshape"]
-    assert only(made, "matmul").attributes["activation"] == "relu"
-
-
-def test_of_two_products_that_are_added_one_takes_the_other() -> None:
-    def build(g: GraphBuilder) -> None:
-        x = g.input("x", f32(6))
-        g.output("y", g.op("add", dense(g, x), dense(g, g.op("tanh", x))))
-
-    made = fused(build)
-    assert "add" not in session_ops(made) and session_ops(made).count("matmul") == 2
-
-
-def test_a_reshape_in_between_is_looked_through() -> None:
-    def build(g: GraphBuilder) -> None:
-        flat = g.op("reshape", dense(g, g.input("x", f32(2, 6))), shape=(12,))
-        g.output("y", g.op("add", g.op("relu", flat), g.input("v", f32(12))))
-
-    assert session_ops(fused(build)) == ["matmul", "reshape"]
-
-
-def _read_twice(g: GraphBuilder) -> None:
-    h = dense(g, g.input("x", f32(6)))
-    g.output("y", g.op("mul", g.op("relu", h), h))
-
-
-def _product_read_twice(g: GraphBuilder) -> None:
-    """A convolution is a product without a view behind it."""
-    h = g.op("conv1d", g.input("x", f32(3, 6)), g.weight("w", f32(6, 6, 2)))
-    g.output("y", g.op("mul", g.op("relu", h), h))
-
-
-def _product_seen_twice(g: GraphBuilder) -> None:
-    h = g.op("conv1d", g.input("x", f32(3, 6)), g.weight("w", f32(6, 6, 2)))
-    g.output("y", g.op("relu", g.op("reshape", h, shape=(12,))))
-    g.output("z", g.op("abs", g.op("reshape", h, shape=(6, 2))))
-
-
-def _view_read_twice(g: GraphBuilder) -> None:
-    flat = g.op("reshape", dense(g, g.input("x", f32(2, 6))), shape=(12,))
-    g.output("y", g.op("mul", g.op("relu", flat), flat))
-
-
-def _view_shown(g: GraphBuilder) -> None:
-    h = dense(g, g.input("x", f32(2, 6)))
-    g.output("h", g.op("reshape", h, shape=(12,)))
-    g.output("y", g.op("relu", h))
-
-
-def _shown(g: GraphBuilder) -> None:
-    h = dense(g, g.input("x", f32(6)))
-    g.output("h", h)
-    g.output("y", g.op("relu", h))
-
-
-def _kept(g: GraphBuilder) -> None:
-    h = dense(g, g.input("x", f32(6)))
-    g.register("r", f32(6))
-    g.update("r", h)
-    g.output("y", g.op("relu", h))
-
-
-def _ring_rows(g: GraphBuilder) -> None:
-    h = dense(g, g.input("x", f32(2, 6)))
-    g.ring("r", 3, f32(6))
-    g.update("r", h)
-    g.output("y", g.op("relu", h))
-
-
-def _sliced(g: GraphBuilder) -> None:
-    h = dense(g, g.input("x", f32(2, 6)))
-    g.output("y", g.op("relu", g.op("slice", h, axis=0, start=0, stop=1)))
-
-
-def _activated_already(g: GraphBuilder) -> None:
-    g.output("y", g.op("relu", dense(g, g.input("x", f32(6)), activation="tanh")))
-
-
-def _has_attributes(g: GraphBuilder) -> None:
-    g.output("y", g.op("leaky_relu", dense(g, g.input("x", f32(6))), slope=0.3))
-
-
-def _after_the_residual(g: GraphBuilder) -> None:
-    x = g.input("x", f32(6))
-    g.output("y", g.op("relu", g.op("add", dense(g, x), x)))
-
-
-def _cache_passes(g: GraphBuilder) -> None:
-    x, cache = g.input("x", f32(6)), g.cache("c", f32(6))
-    h = dense(g, g.op("reshape", cache, shape=(2, 2, 6)))
-    g.append("c", x)
-    g.output("y", g.op("relu", h))
-
-
-def _view_passes(g: GraphBuilder) -> None:
-    """Product and append each see the state through a view of their own."""
-    x, flat = g.input("x", f32(6)), g.register("r", f32(24))
-    seen, taken = (g.op("reshape", flat, shape=(4, 6)) for _ in range(2))
-    h = dense(g, seen)
-    g.update("r", g.op("reshape", g.op("cache_append", taken, x, g.position()), shape=(24,)))
-    g.output("y", g.op("relu", h))
-
-
-def _broadcast(g: GraphBuilder) -> None:
-    g.output("y", g.op("add", dense(g, g.input("x", f32(2, 6))), g.input("v", f32(6))))
-
-
-def _broadcast_product(g: GraphBuilder) -> None:
-    g.output("y", g.op("add", dense(g, g.input("v", f32(6))), g.input("x", f32(2, 6))))
-
-
-def _weight_added(g: GraphBuilder) -> None:
-    g.output("y", g.op("add", dense(g, g.input("x", f32(6))), g.weight("r", f32(6))))
-
-
-def _doubled(g: GraphBuilder) -> None:
-    h = dense(g, g.input("x", f32(6)))
-    g.output("y", g.op("add", h, h))
-
-
-def _residual_shown(g: GraphBuilder) -> None:
-    x = g.input("x", f32(6))
-    h = dense(g, x)
-    g.output("h", h)
-    g.output("y", g.op("add", h, x))
-
-
-def _second_residual(g: GraphBuilder) -> None:
-    x = g.input("x", f32(6))
-    g.output("y", g.op("add", g.op("add", dense(g, x), x), g.op("tanh", x)))
-
-
-def _cache_passes_residual(g: GraphBuilder) -> None:
-    x, cache = g.input("x", f32(6)), g.cache("c", f32(6))
-    h = dense(g, cache)
-    g.output("y", g.op("add", h, g.op("abs", g.append("c", x))))
-
-
-UNFUSED: dict[Callable[[GraphBuilder], None], str] = {
-    _read_twice: "relu", _product_read_twice: "relu", _product_seen_twice: "relu", _view_read_twice: "relu",
-    _view_shown: "relu", _shown: "relu", _kept: "relu", _ring_rows: "relu", _sliced: "relu",
-    _activated_already: "relu", _has_attributes: "leaky_relu", _after_the_residual: "relu", _cache_passes: "relu",
-    _view_passes: "relu", _broadcast: "add", _broadcast_product: "add", _weight_added: "add", _doubled: "add",
-    _residual_shown: "add", _second_residual: "add", _cache_passes_residual: "add",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("build", UNFUSED, ids=lambda f: f.__name__.strip("_"))
-def test_what_must_not_fuse_does_not(build: Callable[[GraphBuilder], None]) -> None:
-    assert session_ops(fused(build)).count(UNFUSED[build]) == 1
-
-
-@pytest.mark.parametrize("build", [_second_residual, _after_the_residual])
-def test_a_product_that_has_its_residual_takes_in_nothing_more(build: Callable[[GraphBuilder], None]) -> None:
-    made = fused(build)
-    assert session_ops(fuse(made, SELECTION)) == session_ops(made)
 
 
 # --- unroll -------------------------------------------------------------------------------------------------------
