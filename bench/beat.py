@@ -1,7 +1,9 @@
-"""`wpk bench beat`: how long a beat of a full cohort takes, beside a baseline in the same process.
+"""`wpk bench beat`: how long a beat of a full cohort takes, beside the floor and a baseline.
 
-Both sides get noise. They take turns in rounds, each with a few beats that warm it up and don't count, and a rest in
-between in which the other's threads go to sleep. Times are of the whole call: input given, outputs there.
+Inputs are noise. Two times are taken of each beat: the kernel's, by its own stamps, and that of the whole call, from
+the input given to the outputs there. An original in its own runtime runs in the same process: the sides take turns in
+rounds, each with a few beats that warm it up and don't count, and a rest in between in which the other's threads go to
+sleep.
 """
 
 from __future__ import annotations
@@ -16,24 +18,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wpk.bench.machine import commit, describe_machine
+from wpk.bench.floor import beat_floor
+from wpk.bench.gpus import gpus
+from wpk.bench.history import start_at
+from wpk.bench.machine import GPU_PACKAGES, commit, describe_machine
 from wpk.bench.onnx import OnnxBaseline
-from wpk.bench.records import keep
-from wpk.ir.errors import UsageError, WpkError
+from wpk.bench.records import described_error, keep
+from wpk.bench.times import figures
+from wpk.ir.errors import UsageError
 from wpk.ir.progress import Progress, silent
 from wpk.kernel.cpu import available_cpus
 from wpk.registry import Cohort, find_model, load
 from wpk.registry.settings import settings
 from wpk.registry.weights import WeightsStore
-from wpk.runtime.play import audio_input, percentiles
+from wpk.scheduler.target import find_target
 from wpk.zoo.baselines import BASELINES, Baseline
-from wpk.zoo.spec import ModelSpec
+from wpk.zoo.spec import InputPort, ModelSpec
 
 ROUNDS = 8
 WARM_UP = 5  # beats at the start of a round
 LEAST_BEATS = 10  # of a round, however slow they are
 REST_S = 0.05
 FRAMES = 16  # of noise per session, used in turn
+TOKENS = 16  # inputs of whole numbers are below this
+Side = Callable[[], float | None]  # a beat; the kernel's time in ms where the side has a kernel
 
 
 def bench_beat(
@@ -43,33 +51,55 @@ def bench_beat(
     context: int | None = None,
     target: str = "auto",
     seconds: float = 5.0,
+    beats: int | None = None,
+    warm_up: int = WARM_UP,
+    at: int | None = None,
     threads: int | None = None,
     baseline: str | None = None,
+    command: str | None = None,
     out: Path | None = None,
     report: Progress = silent,
 ) -> tuple[dict[str, Any], Path]:
     """Measure a full cohort for `seconds`, and the baseline for as long; the record and the file that keeps it.
 
-    threads: of either side, the caller's included; None takes all processors. baseline: a runtime that the zoo
-    describes for this model, or None. An attempt that fails is kept too, and its error raised.
+    beats: measure so many instead, each side in one go. warm_up: beats before them that don't count. at: steps of
+    history with which sessions start (`wpk.bench.history`). threads: of a CPU's kernel and of the baseline, the
+    caller's included; None takes all processors. baseline: a runtime that the zoo describes for this model, or None.
+    command: kept in the record. An attempt that fails is kept too, and its error raised.
     """
     if not 0 < seconds <= 3600:
         raise UsageError("a time to measure for", wanted="more than 0 and at most 3600 s", found=seconds)
+    if beats is not None and beats < 1:
+        raise UsageError("a number of beats", wanted="at least 1", found=beats)
+    if warm_up < 0:
+        raise UsageError("a number of beats that warm up", wanted="at least 0", found=warm_up)
     if threads is not None and threads < 1:
         raise UsageError("a number of threads", wanted="at least 1", found=threads)
-    find_model(model)  # a mistyped name is no attempt
+    spec = find_model(model)  # a mistyped name is no attempt
+    steps = spec.context if context is None else context
+    if at is not None and not 0 <= at < steps:
+        raise UsageError("steps of history to start with", wanted=f"0 to {steps - 1}, within the context", found=at)
     described = None if baseline is None else chosen_baseline(model, baseline)
     threads = threads or available_cpus()
     record: dict[str, Any] = {
         "kind": "beat", "model": model, "capacity": capacity, "threads": threads, "seconds": seconds,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(),
-        "machine": describe_machine("onnxruntime"),
+        "warm_up": warm_up, "command": command, "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(), "machine": describe_machine("onnxruntime", *GPU_PACKAGES),
     }  # fmt: skip
+    prepare = None
+    if at is not None:
+        record["history"] = {"position": at, "computed": False}
+        prepare = functools.partial(start_at, position=at)
     try:
-        with load(model, capacity=capacity, context=context, target=target, threads=threads) as cohort:
-            _measure(record, cohort, described, seconds, threads, report)
-    except WpkError as error:
-        record["error"] = error.as_dict()
+        begun = time.perf_counter()
+        with load(model, capacity=capacity, context=context, target=target, threads=threads, prepare=prepare) as cohort:
+            record["load_s"] = time.perf_counter() - begun
+            _measure(record, cohort, described, beats, threads, report)
+            if find_target(cohort.profile.target).kind == "cuda":
+                record["gpus"] = gpus()  # while the kernel is resident: the clocks that it ran at
+        _compare(record)
+    except Exception as error:
+        record["error"] = described_error(error)
         keep(record, f"beat-{model}-cap{capacity}", out)
         raise
     return record, keep(record, f"beat-{model}-cap{capacity}", out)
@@ -81,42 +111,66 @@ def chosen_baseline(model: str, runtime: str) -> Baseline:
     if found is None or found.runtime != runtime:
         raise UsageError(
             f"no baseline of {model} in {runtime!r} is known", wanted=found.runtime if found else "no baseline",
-            found=runtime, hint="leave --baseline out, or describe one in zoo/baselines.py",
+            found=runtime, hint="leave --baseline out, or describe one in zoo/baselines",
         )  # fmt: skip
     return found
 
 
 def _measure(
-    record: dict[str, Any], cohort: Cohort, baseline: Baseline | None, seconds: float, threads: int, report: Progress
+    record: dict[str, Any], cohort: Cohort, baseline: Baseline | None, beats: int | None, threads: int, report: Progress
 ) -> None:
+    profile = cohort.profile
     record |= {
-        "profile": cohort.profile.id, "context": cohort.profile.context, "target": cohort.profile.target,
-        "period_ms": cohort.profile.period_ms, "floor_ms": cohort.profile.floor_ms,
-        "floor": cohort.profile.floor.model_dump(), "predicted_ms": cohort.profile.predicted_ms,
+        "profile": profile.id, "context": profile.context, "target": profile.target, "period_ms": profile.period_ms,
+        "steps_per_beat": profile.steps_per_beat, "phases": profile.phases, "waves": profile.waves,
+        "program_sha256": profile.program_sha256, "floor_ms": profile.floor_ms, "floor": profile.floor.model_dump(),
+        "predicted_ms": profile.predicted_ms,
     }  # fmt: skip
-    sides = {"wpk": _beats(cohort)}
+    sides: dict[str, Side] = {"wpk": _beats(cohort)}
     if baseline is not None:
         files = original_files(cohort.spec)
         other = OnnxBaseline(baseline, files, sessions=cohort.capacity, threads=threads)
         sides["baseline"] = functools.partial(other.advance, cohort.spec.clock.steps_per_beat)
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(ROUNDS):
+    rounds = ROUNDS if beats is None and len(sides) > 1 else 1
+    calls: dict[str, list[float]] = {name: [] for name in sides}
+    kernel: list[float] = []
+    for turn in range(rounds):
         for name, side in sides.items():
-            report(f"round {turn + 1} of {ROUNDS}: {name}", turn, ROUNDS)
-            found[name] += _round(side, seconds / ROUNDS)
-    ours = np.array(found["wpk"])
-    stats = cohort.stats
+            told = f"round {turn + 1} of {rounds}: {name}" if rounds > 1 else name
+            step = functools.partial(report, told)
+            for call_ms, kernel_ms in _round(side, record["seconds"] / rounds, beats, record["warm_up"], step):
+                calls[name].append(call_ms)
+                kernel += [] if kernel_ms is None else [kernel_ms]
+    late = sum(ms > profile.period_ms for ms in calls["wpk"])
     record |= {
-        "beats": len(ours), "beat_ms": percentiles(ours), "late": int((ours > cohort.profile.period_ms).sum()),
-        "kernel_ms": {"p50": stats.p50, "p99": stats.p99, "max": stats.max},
+        "beats": len(calls["wpk"]), "beat_ms": figures(calls["wpk"]), "kernel_ms": figures(kernel), "late": late,
+        "late_beats": [i for i, ms in enumerate(calls["wpk"]) if ms > profile.period_ms][:100],
     }  # fmt: skip
     if baseline is not None:
-        theirs = percentiles(np.array(found["baseline"]))
+        theirs = figures(calls["baseline"])
         record["baseline"] = {
             "runtime": baseline.runtime, "source": str(cohort.spec.weights), "batched": baseline.batched,
-            "beats": len(found["baseline"]), "beat_ms": theirs,
+            "beats": len(calls["baseline"]), "beat_ms": theirs,
         }  # fmt: skip
         record["ratio"] = record["beat_ms"]["p50"] / theirs["p50"]
+
+
+def _compare(record: dict[str, Any]) -> None:
+    """The floor of what was measured, and how far above it the kernel stayed.
+
+    A cache is read as far as it is filled. So where the measured beats' history was shorter than the profile's
+    context, their floor is that of the history of the beat in the middle.
+    """
+    first = record.get("history", {}).get("position", 0)
+    middle = first + (record["warm_up"] + record["beats"] // 2) * record["steps_per_beat"]
+    found, history = record["floor_ms"], record["context"]
+    if middle + 1 < history:
+        history = middle + 1
+        found = beat_floor(
+            record["model"], capacity=record["capacity"], context=history, target=record["target"]
+        ).floor_ms
+    record["floor_measured"] = {"history": history, "floor_ms": found}
+    record["above_floor"] = record["kernel_ms"]["p50"] / found
 
 
 def original_files(spec: ModelSpec) -> dict[str, Path]:
@@ -124,30 +178,48 @@ def original_files(spec: ModelSpec) -> dict[str, Path]:
     return WeightsStore(settings()).paths(spec.weights)
 
 
-def _beats(cohort: Cohort) -> Callable[[], object]:
+def _beats(cohort: Cohort) -> Side:
     """A beat of the full cohort on noise; another frame each time."""
-    clock, port = cohort.spec.clock, audio_input(cohort.spec)
-    length = clock.samples_per_step * clock.steps_per_beat
     sessions = [cohort.join() for _ in range(cohort.capacity)]
-    noise = _noise((FRAMES, len(sessions), length))
-    inputs = [{s: {port: row} for s, row in zip(sessions, frame, strict=True)} for frame in noise]
+    rng = np.random.default_rng(0)
+    ports = {
+        name: noise(port, rng, FRAMES, len(sessions), cohort.spec.clock.steps_per_beat)
+        for name, port in cohort.spec.ports.inputs.items()
+    }
+    inputs = [
+        {session: {name: rows[frame, i] for name, rows in ports.items()} for i, session in enumerate(sessions)}
+        for frame in range(FRAMES)
+    ]
     turn = iter(range(1 << 62))
-    return lambda: cohort.beat(inputs[next(turn) % FRAMES])
+
+    def beat() -> float:
+        cohort.beat(inputs[next(turn) % FRAMES])
+        return cohort.last_ms
+
+    return beat
 
 
-def _noise(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    return (0.1 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
+def noise(port: InputPort, rng: np.random.Generator, *lead: int) -> NDArray[Any]:
+    """Random values for a port, [..., values of a step]: normal with a deviation of 0.1, or small whole numbers."""
+    shape = (*lead, port.type.size)
+    if port.type.dtype.is_float:
+        return (0.1 * rng.standard_normal(shape)).astype(np.float32)
+    return rng.integers(0, TOKENS, shape, np.int32)
 
 
-def _round(side: Callable[[], object], seconds: float) -> list[float]:
-    """Durations in ms of the beats that fit into a round, warm-up left out."""
+def _round(
+    side: Side, seconds: float, beats: int | None, warm_up: int, report: Callable[[int, int], None]
+) -> list[tuple[float, float | None]]:  # fmt: skip
+    """(whole call, kernel) in ms of a number of beats, or of those that fit into the time; warm-up left out."""
     time.sleep(REST_S)
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         side()
-    found: list[float] = []
+    found: list[tuple[float, float | None]] = []
     end = time.perf_counter() + seconds
-    while len(found) < LEAST_BEATS or time.perf_counter() < end:
+    while len(found) < beats if beats else len(found) < LEAST_BEATS or time.perf_counter() < end:
+        if len(found) % 64 == 0:
+            report(len(found), beats or 0)
         start = time.perf_counter()
-        side()
-        found.append(1e3 * (time.perf_counter() - start))
+        kernel_ms = side()
+        found.append((1e3 * (time.perf_counter() - start), kernel_ms))
     return found

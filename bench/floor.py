@@ -12,14 +12,21 @@ from wpk.scheduler.target import find_target
 from wpk.scheduler.waves import assign_waves
 
 
-def beat_floor(model: str, *, capacity: int, context: int | None = None, target: str) -> Floor:
-    """The least time of one beat of `capacity` sessions on a target, however much memory that takes."""
+def beat_floor(
+    model: str, *, capacity: int, context: int | None = None, target: str, steps: int | None = None
+) -> Floor:  # fmt: skip
+    """The least time of one beat of `capacity` sessions on a target, however much memory that takes.
+
+    context: rows that caches hold and a beat reads; None takes the spec's. steps: of a beat; None takes the spec's.
+    """
     if not 1 <= capacity <= MAX_CAPACITY:
         raise CapacityError(
             f"{model}: capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}",
             found=capacity,
         )  # fmt: skip
-    machine = find_target(target)
-    lowered = lowered_beat(find_model(model), machine, context)
+    machine, spec = find_target(target), find_model(model)
+    if steps is not None:
+        spec = spec.model_copy(update={"clock": spec.clock.model_copy(update={"steps_per_beat": steps})})
+    lowered = lowered_beat(spec, machine, context)
     waves = max(assign_waves(lowered.phases)) + 1
     return floor_of(lowered.phases, lowered.storages, capacity, waves, machine)

@@ -11,6 +11,8 @@ from typing import Any
 
 from wpk.kernel.cpu import available_cpus
 
+GPU_PACKAGES = ("numba-cuda", "cuda-bindings", "nvidia-cuda-nvcc")
+
 
 def describe_machine(*packages: str) -> dict[str, Any]:
     """CPU, cores, Python, and versions of numba, numpy and the named packages (None: not installed)."""

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from wpk.ir.errors import StoreError
+from wpk.ir.errors import StoreError, WpkError
 from wpk.registry.storage import store_errors
 
 FOLDER = Path("bench", "results")
@@ -31,6 +31,13 @@ def keep(record: dict[str, Any], name: str, out: Path | None = None) -> Path:
         except FileExistsError:
             continue
     raise AssertionError
+
+
+def described_error(error: Exception) -> dict[str, str | None]:
+    """What a record says of the error that ended an attempt."""
+    if isinstance(error, WpkError):
+        return error.as_dict()
+    return {"type": type(error).__name__, "message": str(error), "wanted": None, "found": None, "hint": None}
 
 
 def _create(path: Path, text: str, *, again: bool) -> Path:

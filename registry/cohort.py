@@ -61,6 +61,7 @@ class Cohort:
         self._durations: deque[float] = deque(maxlen=KEPT_DURATIONS)
         self._beats = self._late = 0
         self._max = 0.0
+        self.last_ms = 0.0  # kernel time of the latest beat
         self._closed = False
 
     # --- sessions -----------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class Cohort:
                     view[:] = 0
                     if sessions:
                         view[[s.slot for s in sessions]] = blocks[name][:, step]
-            duration = self._kernel.beat() / 1e6
+            duration = self.last_ms = self._kernel.beat() / 1e6
             self._beats += 1
             self._late += duration > self.profile.period_ms
             self._max = max(self._max, duration)

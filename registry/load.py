@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from wpk.kernel.packing import Packer, build_packing
 from wpk.registry.build import build
 from wpk.registry.cohort import Cohort
 from wpk.registry.formats import TensorSet
-from wpk.registry.loading import fill, fill_arenas
+from wpk.registry.loading import Bytes, fill, fill_arenas
 from wpk.registry.models import find_model
 from wpk.registry.profile import ProfileStore
 from wpk.registry.settings import Settings, settings
@@ -25,6 +26,8 @@ from wpk.scheduler.target import find_target
 from wpk.zoo.build import expected_tensors
 from wpk.zoo.sources import PathSource
 from wpk.zoo.spec import ModelSpec
+
+Prepare = Callable[[Program, Bytes], None]
 
 
 def load(
@@ -36,12 +39,14 @@ def load(
     weights: str | Path | None = None,
     threads: int | None = None,
     where: Settings | None = None,
+    prepare: Prepare | None = None,
 ) -> Cohort:
     """Load a model for `capacity` sessions: build its profile if need be, fetch its weights, start its kernel.
 
     context: steps of history; None takes the spec's. target: "auto" takes what this machine has. weights: a file or
     folder instead of the spec's source. threads: CPU threads, the caller's included; None takes all processors.
-    The cohort is a context manager.
+    prepare(program, image): may change the initial image of one slot's state before the kernel starts. The cohort is
+    a context manager.
     """
     where = where or settings()
     if not isinstance(model, str | ModelSpec):
@@ -59,17 +64,27 @@ def load(
     tensors = open_weights(spec, weights, where)
     kernel: CpuKernel | CudaKernel
     if device is not None:
-        kernel = start_on_gpu(profile.program, profile.load, tensors, device, where.kernels)
+        kernel = start_on_gpu(profile.program, profile.load, tensors, device, where.kernels, prepare)
     else:
         arenas, image = fill_arenas(profile.program, profile.load, tensors)
+        if prepare is not None:
+            prepare(profile.program, image)
         kernel = CpuKernel(profile.program, arenas, image, threads=threads, cache=where.kernels)
     return Cohort(spec, profile.manifest, kernel)
 
 
 def start_on_gpu(
-    program: Program, load: Graph, tensors: TensorSet, device: Device, cache: Path | None = None, **options: Any
+    program: Program,
+    load: Graph,
+    tensors: TensorSet,
+    device: Device,
+    cache: Path | None = None,
+    prepare: Prepare | None = None,
+    **options: Any,
 ) -> CudaKernel:
-    """A program resident on a GPU, its weights made in the GPU's memory. options: of `CudaKernel`.
+    """A program resident on a GPU, its weights made in the GPU's memory.
+
+    prepare: as for `load`. options: of `CudaKernel`.
 
     `CapacityError` where the GPU has too little memory.
     """
@@ -77,6 +92,8 @@ def start_on_gpu(
     try:
         arenas = DeviceArenas(program, gpu)
         image = fill(program, load, tensors, arenas, lambda marks: Packer(gpu, build_packing(cache), marks))
+        if prepare is not None:
+            prepare(program, image)
         return CudaKernel(program, arenas, image, cache=cache, **options)
     except BaseException:
         gpu.close()

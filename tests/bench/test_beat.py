@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from wpk.bench import beat, records
+from tests.scheduler.graphs import Executed, builder, compiled
+from wpk.bench import beat, gpus, records
+from wpk.bench.history import start_at
 from wpk.bench.machine import commit, describe_machine
 from wpk.bench.onnx import OnnxBaseline
+from wpk.bench.times import figures
 from wpk.ir.errors import CapacityError, KernelError, StoreError, UnknownModelError, UsageError, WeightsError
 from wpk.registry import catalog
 from wpk.zoo.baselines import BASELINES, Baseline, Feed, Network
 from wpk.zoo.sources import PathSource, PypiSource
+from wpk.zoo.spec import InputPort
 
 SPEC = """\
 name: tiny
@@ -95,6 +100,81 @@ def test_without_a_baseline_there_is_just_this_engine(tiny: str, tmp_path: Path)
     record, _ = beat.bench_beat(tiny, capacity=2, seconds=0.05)
     assert "baseline" not in record
     assert "ratio" not in record
+
+
+def test_a_number_of_beats_is_measured_in_one_go(tiny: str) -> None:
+    record, _ = beat.bench_beat(tiny, capacity=2, beats=30, warm_up=3, command="wpk bench beat tiny")
+    assert (record["beats"], record["warm_up"], record["command"]) == (30, 3, "wpk bench beat tiny")
+    for times in (record["beat_ms"], record["kernel_ms"]):
+        assert 0 < times["p50"] <= times["p99"] <= times["p99.9"] <= times["max"]
+        assert 0 <= times["max_beat"] < 30
+    assert record["kernel_ms"]["p50"] <= record["beat_ms"]["p50"]
+    assert record["late"] == len(record["late_beats"])
+    assert record["floor_measured"] == {"history": 1, "floor_ms": record["floor_ms"]}
+    assert record["above_floor"] == record["kernel_ms"]["p50"] / record["floor_ms"]
+    assert "gpus" not in record
+
+
+def test_the_floor_is_that_of_the_history_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def floor_of(*_: object, **named: object) -> SimpleNamespace:
+        asked.append(named["context"])
+        return SimpleNamespace(floor_ms=2.0)
+
+    monkeypatch.setattr(beat, "beat_floor", floor_of)
+    made = {"model": "m", "capacity": 1, "target": "cpu", "context": 1000, "floor_ms": 4.0, "kernel_ms": {"p50": 6.0}}
+    made |= {"warm_up": 10, "beats": 100, "steps_per_beat": 2}
+    for at, history, above in ((500, 621, 3.0), (900, 1000, 1.5)):
+        record = made | {"history": {"position": at}}
+        beat._compare(record)
+        assert record["floor_measured"]["history"] == history
+        assert record["above_floor"] == above
+    beat._compare(made)
+    assert asked == [621, 121]
+
+
+def test_sessions_start_with_steps_behind_them() -> None:
+    g = builder()
+    g.output("n", g.op("copy", g.position()))
+    made = compiled(g.build(), capacity=3)
+    run = Executed(made, {})
+    start_at(made.program, run.kernel.image, 41)
+    for slot in range(3):
+        run.kernel.reset(slot)
+    assert [run.beat({})["n"].ravel().tolist() for _ in range(2)] == [[41.0] * 3, [42.0] * 3]
+
+
+def test_a_history_is_refused_where_it_changes_nothing(tiny: str) -> None:
+    with pytest.raises(UsageError, match="does not depend"):
+        beat.bench_beat(tiny, capacity=2, beats=3, at=0)
+    with pytest.raises(UsageError, match="within the context"):
+        beat.bench_beat(tiny, capacity=2, beats=3, at=1)
+
+
+def test_the_figures_of_durations_say_which_was_the_longest() -> None:
+    found = figures([*range(1, 1001), 5.0])
+    assert found["max"] == 1000
+    assert found["max_beat"] == 999
+    assert found["p50"] == pytest.approx(500, abs=1)
+    assert found["p99.9"] == pytest.approx(999, abs=1)
+
+
+def test_gpus_are_read_from_the_drivers_tool() -> None:
+    row = "NVIDIA H200, 580.82.07, 1980, 3201, 1980, 3201, 512.30, 700.00, 41, 143771"
+    (gpu,) = gpus.parse_csv(f"{row}\n\nnonsense\n")
+    assert (gpu["name"], gpu["driver"], gpu["sm_mhz"], gpu["power_w"]) == ("NVIDIA H200", "580.82.07", 1980, 512.3)
+    (part,) = gpus.parse_csv(row.replace("41,", "[N/A],"))
+    assert part["temperature_c"] is None
+
+
+def test_inputs_of_any_port_are_made() -> None:
+    rng = np.random.default_rng(0)
+    for text, kind in (("f32[7]", "features"), ("i32[]", "tokens")):
+        port = InputPort.model_validate({"type": text, "kind": kind})
+        made = beat.noise(port, rng, 2, 3, 1)
+        assert made.shape == (2, 3, 1, port.type.size)
+        assert made.dtype == port.type.dtype.numpy
 
 
 def test_results_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ def test_the_record_is_the_result_and_is_kept(wpk: Wpk, tiny: str, tmp_path: Pat
     assert path.parent == Path("bench", "results")
     assert json.loads((tmp_path / path).read_text()) == found
     assert found["capacity"] == 2
-    assert set(found["beat_ms"]) == {"p50", "p99", "max"}
+    assert set(found["beat_ms"]) == set(found["kernel_ms"]) == {"p50", "p99", "p99.9", "max", "max_beat"}
+    assert found["command"].startswith("wpk ")
 
 
 def test_out_is_a_folder_or_a_new_file(wpk: Wpk, tiny: str, tmp_path: Path) -> None:
@@ -40,7 +41,13 @@ def test_out_is_a_folder_or_a_new_file(wpk: Wpk, tiny: str, tmp_path: Path) -> N
     [
         (("--cap", 0), 2),
         (("--cap", 2, "--seconds", 0), 2),
+        (("--cap", "2,two"), 2),
+        (("--cap", "1,2", "--out", "one.json"), 2),
         (("--cap", 2, "--threads", 0), 2),
+        (("--cap", 2, "--beats", 0), 2),
+        (("--cap", 2, "--warmup", -1), 2),
+        (("--cap", 2, "--at", 1), 2),
+        (("--cap", 2, "--at", 0), 2),
         (("--cap", 2, "--baseline", "abacus"), 2),
         (("--cap", 2, "--target", "abacus"), 1),
     ],
@@ -49,6 +56,23 @@ def test_wrong_use(wpk: Wpk, tiny: str, option: tuple[object, ...], code: int) -
     said = wpk("bench", "beat", tiny, *option, "--json")
     assert said.code == code
     assert said.error["message"]
+
+
+def test_several_capacities_are_measured_in_turn_and_each_is_kept(wpk: Wpk, tiny: str, tmp_path: Path) -> None:
+    words = ("bench", "beat", tiny, "--cap", "1,3,2", "--beats", 12, "--warmup", 2)
+    points = wpk(*words, "--json").json["points"]
+    assert [(point["capacity"], point["beats"]) for point in points] == [(1, 12), (3, 12), (2, 12)]
+    assert len({point["results"] for point in points}) == 3
+    assert wpk(*words, "--out", "there", "-q").out.count("there/beat-tiny-cap") == 3
+    assert "sessions" in wpk(*words, "--out", "there").out
+
+
+def test_one_capacity_that_fails_does_not_keep_the_others_from_being_measured(wpk: Wpk, tiny: str) -> None:
+    said = wpk("bench", "beat", tiny, "--cap", "1,99999999", "--beats", 3, "--json")
+    assert said.code == 1
+    done, failed = said.json["points"]
+    assert done["beats"] == 3
+    assert failed["error"]["type"] == "CapacityError"
 
 
 def test_a_baseline_can_be_left_out_or_be_unknown(wpk: Wpk, tiny: str) -> None:

@@ -1,4 +1,4 @@
-"""How models' published weights files run in their own runtime: the baselines of `wpk bench`.
+"""How models' published weights files run in their own runtime.
 
 A baseline names the networks of a step, by the aliases of the spec's weights files, and where each of their inputs
 comes from. Only the networks are run: what the original does around them on the host (features, transforms,

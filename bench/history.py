@@ -1,0 +1,31 @@
+"""Sessions that start in mid-conversation: a beat costs more the longer its history is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wpk.ir.errors import UsageError
+from wpk.scheduler.program import Program, Role
+
+POSITION = "position"  # the state in which a graph counts the steps of a session
+
+
+def start_at(program: Program, image: NDArray[Any], position: int) -> None:
+    """Let sessions start with `position` steps behind them: written into the initial image of one slot's state.
+
+    What those steps would have left in other state is not there: caches hold zeros and recurrences their initial
+    values. So a beat moves the bytes that it would move then, and its outputs mean nothing. UsageError where the
+    program counts no steps.
+    """
+    roles = program.values["role"]
+    found = [i for i, name in enumerate(program.value_names) if name == POSITION and roles[i] == Role.STATE]
+    if not found:
+        raise UsageError(
+            "this model's beat does not depend on how long a session has lasted", wanted="a state 'position'",
+            found="none", hint="Leave --at out.",
+        )  # fmt: skip
+    offset = int(program.values[found[0]]["offset"])
+    image[offset : offset + 4] = np.frombuffer(np.int32(position).tobytes(), np.uint8)
