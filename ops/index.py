@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from wpk.ir.errors import GraphError
-from wpk.ir.types import DType, Type
+from wpk.ir.types import FLOATS, DType, Type
 from wpk.ops.legal import DTypes, common, first_broken
-from wpk.ops.operator import Array, Cost, Dims, Operator, body, operand, operator
-from wpk.ops.payload import operand_i32, parameter
+from wpk.ops.memory import view_f32, view_u16
+from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, body, operand, operator
+from wpk.ops.payload import address, operand_i32, parameter
+from wpk.ops.scalars import bf16_value
 from wpk.ops.shape import WORDS
+
+COLUMNS = 64  # of a part of `embedding`
 
 
 class Lookup(Operator):
@@ -70,10 +74,13 @@ def gather_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
 
 @operator("embedding", version=1)
 class Embedding(Lookup):
-    """y = table[index]: index [] or [t] i32; table [v, d] f32, a weight; y [d] or [t, d]. Clipped to 0..v-1."""
+    """y = table[index]: index [] or [t] i32; table [v, d] f32 or bf16, a weight; y [d] or [t, d] f32.
+
+    Indices are clipped to 0..v-1. Parts are columns; a fourth parameter is 1 where the table is bf16.
+    """
 
     index = operand("...", dtypes=DType.I32)
-    table = operand("v d", weight=True)
+    table = operand("v d", dtypes=FLOATS, weight=True)
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         index = dims.like("index")
@@ -85,21 +92,51 @@ class Embedding(Lookup):
         return table[np.clip(np.asarray(index).astype(np.int64), 0, len(table) - 1)]
 
     def parameters(self, *types: Type) -> tuple[int | float, ...]:
-        return (*types[1].shape, types[0].size)
+        return (*types[1].shape, types[0].size, int(types[1].dtype is DType.BF16))
+
+    def cost(self, *types: Type) -> Cost:
+        (y,) = self.infer(types)
+        return Cost({}, activation_bytes=y.size * types[1].dtype.bytes + y.bytes)
+
+    def parts(self, *types: Type) -> int:
+        return -(-types[1].shape[1] // COLUMNS)
 
     @classmethod
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
-        rows, width, count = parameters[:3]
-        return (4 * count, 4 * rows * width, 4 * count * width)
+        rows, width, count, narrow = parameters[:4]
+        return (4 * count, (2 if narrow else 4) * rows * width, 4 * count * width)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        narrow = ("a bf16 table or not", parameters[3] in (0, 1))
+        return first_broken(*common(cls, parameters, present, words=4, sizes=3), narrow)
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (DType.I32, DType.BF16 if parameters[3] else DType.F32, DType.F32)
+
+    @classmethod
+    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent:
+        _, width, count = parameters[:3]
+        return Extent.columns(width, COLUMNS, lo, hi, rows=count)
 
 
 @body(Embedding)
 def embedding_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
     rows, width, count = parameter(record, 0), parameter(record, 1), parameter(record, 2)
+    narrow, table = parameter(record, 3) != 0, address(record, arenas, 1, 0)
+    first = part_lo * COLUMNS
+    columns = min(part_hi * COLUMNS, width) - first
     for slot in range(slot_lo, slot_hi):
-        index, table = operand_i32(record, arenas, 0, slot, count), operand_i32(record, arenas, 1, slot, rows * width)
-        y = operand_i32(record, arenas, 2, slot, count * width)
+        index = operand_i32(record, arenas, 0, slot, count)
         for k in range(count):
-            row = min(max(index[k], 0), rows - 1)
-            for i in range(width):
-                y[k * width + i] = table[row * width + i]
+            row = np.int64(min(max(index[k], 0), rows - 1))
+            y = view_f32(address(record, arenas, 2, slot) + 4 * (k * width + first), columns)
+            if narrow:
+                rounded = view_u16(table + 2 * (row * width + first), columns)
+                for i in range(columns):
+                    y[i] = bf16_value(rounded[i])
+            else:
+                same = view_f32(table + 4 * (row * width + first), columns)
+                for i in range(columns):
+                    y[i] = same[i]

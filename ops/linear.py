@@ -13,23 +13,29 @@ import numpy as np
 
 from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
-from wpk.ir.types import Type, f32
+from wpk.ir.types import FLOATS, DType, Type, f32
+from wpk.ops import tiles
 from wpk.ops.legal import ANY_I32, POSITIVE, common, first_broken
 from wpk.ops.memory import view_i64
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import address, parameter, present
 from wpk.ops.scalars import ACTIVATION_MEANING
 from wpk.ops.simd import ACTIVATIONS, PANEL, matmul_rows, pack_panels
+from wpk.ops.tiles import GROUP, least_shares
 
 BIAS, SECOND, RESIDUAL = 1, 2, 4  # bits of `matmul`'s roles
 
 
 @operator("linear", version=1)
 class Linear(Operator):
-    """y = act(x W^T + b) over the last axis. x [..., k] f32, weight [n, k], bias [n]; y [..., n]."""
+    """y = act(x W^T + b) over the last axis. x [..., k], weight [n, k] f32 or bf16, bias [n] f32; y [..., n] f32.
 
-    x = operand("... k", weight=False)
-    weight = operand("n k", weight=True)
+    One x and a bf16 weight of a multiple of 8 rows make a product over tiles, before which x is rounded to bf16. Any
+    other bf16 weight is widened when it is loaded.
+    """
+
+    x = operand("... k", dtypes=FLOATS, weight=False)
+    weight = operand("n k", dtypes=FLOATS, weight=True)
     bias = operand("n", weight=True, optional=True)
     activation: str = attr("none")
 
@@ -48,8 +54,15 @@ class Linear(Operator):
         n, k = weight.type.shape
         roles = BIAS if bias else 0
         frames = x.type.size // k
+        if weight.type.dtype is DType.BF16 and frames == 1 and n % GROUP == 0:
+            shares = least_shares(n)
+            y = g.op(
+                "tiled_matmul", _shaped(g, _cast(g, x, DType.BF16), (k,)), g.op("pack_tiles", weight, shares=shares),
+                *bias, n=n, k=k, shares=shares, activation=self.activation, roles=tiles.BIAS if bias else 0,
+            )  # fmt: skip
+            return _shaped(g, y, (*x.type.shape[:-1], n))
         y = g.op(
-            "matmul", x, g.op("pack_panels", weight), *bias,
+            "matmul", _cast(g, x, DType.F32), g.op("pack_panels", _cast(g, weight, DType.F32)), *bias,
             n=n, k=k, frames=frames, step=k, pad=0, activation=self.activation, roles=roles,
         )  # fmt: skip
         return g.op("reshape", y, shape=(*x.type.shape[:-1], n))
@@ -285,7 +298,17 @@ def _check_activation(name: str, activation: str) -> None:
         raise GraphError(f"{name}: activation", wanted=" | ".join(ACTIVATIONS), found=activation)
 
 
+def _cast(g: GraphBuilder, x: Value, dtype: DType) -> Value:
+    return x if x.type.dtype is dtype else g.op("cast", x, dtype=dtype.value)
+
+
+def _shaped(g: GraphBuilder, x: Value, shape: tuple[int, ...]) -> Value:
+    return x if x.type.shape == shape else g.op("reshape", x, shape=shape)
+
+
 def _product_cost(results: int, k: int, types: Sequence[Type]) -> Cost:
     """Cost of x, weight and perhaps a bias."""
     weights = sum(t.bytes for t in types[1:3])
-    return Cost({"f32": 2 * results * k}, weight_bytes=weights, activation_bytes=types[0].bytes + 4 * results)
+    return Cost(
+        {types[1].dtype.value: 2 * results * k}, weight_bytes=weights, activation_bytes=types[0].bytes + 4 * results
+    )

@@ -12,14 +12,30 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from wpk.ir.types import DType, Type
+from wpk.ir.types import DType, Type, f32, i32
 from wpk.ops import math32
-from wpk.ops.legal import DTypes, common, first_broken
+from wpk.ops.legal import NOT_NEGATIVE, DTypes, common, first_broken
 from wpk.ops.math32 import F
-from wpk.ops.memory import view_f32
-from wpk.ops.operator import LIBRARY, Array, Body, Cost, Dims, Extent, Operator, body, operand, operator
-from wpk.ops.payload import address, operand_f32, operand_i32, parameter
+from wpk.ops.memory import view_f32, view_i32
+from wpk.ops.operator import LIBRARY, Array, Body, Cost, Dims, Extent, Operator, attr, body, operand, operator
+from wpk.ops.payload import address, operand_f32, operand_i32, parameter, parameter_f32
 from wpk.ops.scalars import Scalar, maximum, minimum, scalar
+from wpk.ops.tiles import (
+    check_eps,
+    check_operands,
+    check_squares,
+    check_tiles,
+    inverse_rms,
+    inverse_rms64,
+    part_rows,
+    product_cost,
+    scale_rows,
+    squares_of,
+    tile_bytes,
+    tile_rows,
+    tile_rules,
+    unpacked_tiles,
+)
 
 BLOCK = 512  # elements
 
@@ -222,6 +238,142 @@ def argmax_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
                 if x[i] > best or (x[i] != x[i] and best == best):
                     best, place = x[i], i
             y[row] = place
+
+
+@operator("argmax_projection", version=1)
+class ArgMaxProjection(Operator):
+    """The greatest of the rows of W x, and which row it is, for each share of a packed W: `argmax` of a tiled product.
+
+    x [k] bf16, tiles bf16 of W [n, k], squares f32 [ceil(k / 128)] optional, as of `tiled_matmul`; y [shares, 2] f32:
+    the value, and the row's number as the bits of an i32. The first of equals is taken; a NaN never wins.
+    """
+
+    x = operand("k", dtypes=DType.BF16, weight=False)
+    tiles = operand("t", dtypes=DType.BF16, weight=True)
+    squares = operand("s", weight=False, optional=True)
+    n: int = attr()
+    k: int = attr()
+    shares: int = attr(1)
+    eps: float = attr(0.0)
+    semantic_parameters: ClassVar = {4: NOT_NEGATIVE}
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        check_tiles(self.name, self.n, self.k, self.shares)
+        check_operands(self.name, dims, self.n, self.k)
+        check_eps(self.name, self.eps)
+        if "squares" in dims.types:
+            check_squares(self.name, dims.like("squares"), self.k)
+        return (f32(self.shares, 2),)
+
+    def meaning(self, x: Array, tiles: Array, squares: Array | None = None) -> Array:
+        y = unpacked_tiles(tiles, self.n, self.k, self.shares) @ x * inverse_rms64(squares, self.k, self.eps)
+        y = np.where(np.isnan(y), -np.inf, y)
+        found = np.empty((self.shares, 2))
+        for share in range(self.shares):
+            lo, hi = part_rows(self.n, self.shares, 0, share)
+            place = lo + np.argmax(y[lo:hi])
+            found[share] = y[place], place.astype(np.int32).view(np.float32)
+        return found
+
+    def cost(self, *types: Type) -> Cost:
+        return product_cost(self.n, self.k, (types[0], *types[2:]), self.infer(types))
+
+    def parts(self, *types: Type) -> int:
+        return self.shares
+
+    def places(self, count: int) -> tuple[int, ...]:
+        return (*range(count), 3)
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        return (self.n, self.k, self.shares, types[2].size if len(types) > 2 else 0, self.eps)
+
+    @classmethod
+    def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
+        n, k, shares, squares = parameters[:4]
+        return (2 * k, tile_bytes(n, k), 4 * squares, 8 * shares)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        n, k, shares, squares = parameters[:4]
+        scaled = len(present) > 2 and present[2]
+        return first_broken(
+            *common(cls, parameters, present, words=5, sizes=3),
+            *tile_rules(n, k, shares, 0),
+            ("sums of squares where they are counted", squares == (squares_of(k) if scaled else 0)),
+        )
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (DType.BF16, DType.BF16, DType.F32, DType.F32)
+
+    @classmethod
+    def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent:
+        return Extent(8 * lo, 8 * (hi - lo))
+
+
+@body(ArgMaxProjection)
+def argmax_projection_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
+    n, k, shares, squares = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)
+    tiles, eps = address(record, arenas, 1, 0), parameter_f32(record, 4)
+    for part in range(part_lo, part_hi):
+        lo, hi = part_rows(n, shares, 0, part)
+        for slot in range(slot_lo, slot_hi):
+            tile_rows(tiles, n, k, shares, 0, part, address(record, arenas, 0, slot), scratch)
+            if squares > 0:
+                scale_rows(scratch, hi - lo, inverse_rms(address(record, arenas, 2, slot), squares, k, eps))
+            values = view_f32(scratch, hi - lo)
+            best, place = F(-np.inf), lo
+            for i in range(hi - lo):
+                if values[i] > best:
+                    best, place = values[i], lo + i
+            y = address(record, arenas, 3, slot) + 8 * part
+            view_f32(y, 1)[0] = best
+            view_i32(y + 4, 1)[0] = place
+
+
+@operator("argmax_merge", version=1)
+class ArgMaxMerge(Operator):
+    """The row of the greatest of the candidates [r, 2] f32 that `argmax_projection` gives: i32. First of equals."""
+
+    candidates = operand("r 2", weight=False)
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        return (i32(),)
+
+    def meaning(self, candidates: Array) -> Array:
+        values = np.where(np.isnan(candidates[:, 0]), -np.inf, candidates[:, 0])
+        return candidates[np.argmax(values), 1].astype(np.float32).view(np.int32)
+
+    def cost(self, *types: Type) -> Cost:
+        return Cost({"f32": types[0].shape[0]}, activation_bytes=types[0].bytes + 4)
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        return (types[0].shape[0],)
+
+    @classmethod
+    def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
+        return (8 * parameters[0], 4)
+
+    @classmethod
+    def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
+        return first_broken(*common(cls, parameters, present, words=1))
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return (DType.F32, DType.I32)
+
+
+@body(ArgMaxMerge)
+def argmax_merge_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
+    count = parameter(record, 0)
+    for slot in range(slot_lo, slot_hi):
+        values = operand_f32(record, arenas, 0, slot, 2 * count)
+        places = operand_i32(record, arenas, 0, slot, 2 * count)
+        best, place = F(-np.inf), places[1]
+        for r in range(count):
+            if values[2 * r] > best:
+                best, place = values[2 * r], places[2 * r + 1]
+        operand_i32(record, arenas, 1, slot, 1)[0] = place
 
 
 # --- softmax ------------------------------------------------------------------------------------------------------

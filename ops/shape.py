@@ -1,4 +1,7 @@
-"""Layout: views, copies, padding and pooling. Elements are 32-bit words whose meaning does not matter here."""
+"""Layout: views, copies, padding and pooling. What is moved are 32-bit words, whatever they mean.
+
+Two bf16 are a word: those of a session are moved where they begin and end with one. Weights move in any way.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 
 from wpk.ir.errors import GraphError
 from wpk.ir.types import ANY, DType, Type, f32
-from wpk.ops.elementwise import Unary
+from wpk.ops.elementwise import CHUNK, Unary
 from wpk.ops.legal import POSITIVE, DTypes, common, first_broken, is_permutation, moved
 from wpk.ops.math32 import INT
 from wpk.ops.operator import LIBRARY, Array, Body, Cost, Dims, Operator, attr, body, operand, operator
@@ -20,6 +23,14 @@ from wpk.ops.words import unary_word_body
 
 WORDS = ANY - {DType.BF16}
 CONCAT_LIMIT = 6
+
+
+def words_of(name: str, elements: int, dtype: DType) -> int:
+    """How many words so many elements are; `GraphError` where they are not whole ones."""
+    words, rest = divmod(elements * dtype.bytes, 4)
+    if rest:
+        raise GraphError(f"{name}: a word is cut", wanted=f"an even number of {dtype.value} elements", found=elements)
+    return words
 
 
 def axis_of(name: str, axis: int, type: Type) -> int:
@@ -68,9 +79,9 @@ class Reshape(Layout):
 
 @operator("slice", version=1)
 class Slice(Layout):
-    """x[start:stop] along one axis. f32, i32 or bool. A view where all axes before it have size 1."""
+    """x[start:stop] along one axis. Any dtype. A view where all axes before it have size 1."""
 
-    x = operand("...", dtypes=WORDS)
+    x = operand("...", dtypes=ANY)
     axis: int = attr()
     start: int = attr()
     stop: int = attr()
@@ -88,16 +99,20 @@ class Slice(Layout):
         return np.moveaxis(np.moveaxis(x, self.axis, 0)[self.start : self.stop], 0, self.axis)
 
     def view(self, *types: Type) -> int | None:
-        outer, _, start, _ = self.parameters(*types)
-        return 4 * int(start) if outer == 1 else None
+        outer, _, start, _ = self._elements(types[0])
+        offset = types[0].dtype.bytes * start
+        return offset if outer == 1 and offset % 4 == 0 else None
 
     def parameters(self, *types: Type) -> tuple[int | float, ...]:
         """outer, words of a source row, first word taken of it, words taken."""
-        shape = types[0].shape
-        axis = axis_of("slice", self.axis, types[0])
-        inner = math.prod(shape[axis + 1 :])
+        outer, *elements = self._elements(types[0])
+        return (outer, *(words_of("slice", e, types[0].dtype) for e in elements))
+
+    def _elements(self, x: Type) -> tuple[int, int, int, int]:
+        axis = axis_of("slice", self.axis, x)
+        inner = math.prod(x.shape[axis + 1 :])
         taken = (self.stop - self.start) * inner
-        return (math.prod(shape[:axis]), shape[axis] * inner, self.start * inner, taken)
+        return (math.prod(x.shape[:axis]), x.shape[axis] * inner, self.start * inner, taken)
 
     @classmethod
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
@@ -128,9 +143,9 @@ def slice_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
 
 @operator("concat", version=1)
 class Concat(Layout):
-    """Two to six operands of one dtype one after the other along an axis; their other sizes agree. f32, i32 or bool."""
+    """Two to six operands of one dtype, any, one after the other along an axis; their other sizes agree."""
 
-    x = operand("...", dtypes=WORDS, variadic=True)
+    x = operand("...", dtypes=ANY, variadic=True)
     axis: int = attr()
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
@@ -152,7 +167,7 @@ class Concat(Layout):
     def parameters(self, *types: Type) -> tuple[int | float, ...]:
         """outer, number of operands, words of a row of each."""
         outer = math.prod(types[0].shape[: axis_of("concat", self.axis, types[0])])
-        return (outer, len(types), *(t.size // outer for t in types))
+        return (outer, len(types), *(words_of("concat", t.size // outer, t.dtype) for t in types))
 
     @classmethod
     def extents(cls, parameters: Sequence[int], operands: int) -> tuple[int, ...]:
@@ -329,9 +344,9 @@ def pad_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
 
 @operator("copy", version=1)
 class Copy(Unary):
-    """The same value in storage of its own. f32, i32 or bool."""
+    """The same value in storage of its own. Any dtype."""
 
-    x = operand("...", dtypes=WORDS)
+    x = operand("...", dtypes=ANY)
     inplace: ClassVar = {}
 
     def meaning(self, x: Array) -> Array:
@@ -339,6 +354,12 @@ class Copy(Unary):
 
     def cost(self, *types: Type) -> Cost:
         return Cost({}, activation_bytes=2 * types[0].bytes)
+
+    def parts(self, *types: Type) -> int:
+        return -(-types[0].bytes // (4 * CHUNK))
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        return (words_of("copy", types[0].size, types[0].dtype),)
 
     @classmethod
     def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:

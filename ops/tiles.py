@@ -266,6 +266,12 @@ def check_squares(name: str, found: Type, k: int) -> None:
         raise GraphError(f"{name}: sums of squares", wanted=f32(squares_of(k)), found=found)
 
 
+def check_eps(name: str, eps: float) -> None:
+    """Raise where nothing may be divided by the root of a mean square and this."""
+    if not (eps >= 0.0 and math.isfinite(eps)):
+        raise GraphError(f"{name}: eps", wanted=">= 0", found=eps)
+
+
 def product_cost(n: int, k: int, others: Sequence[Type], results: Sequence[Type], weights: int = 0) -> Cost:
     """Cost of a product with tiles: `others` are session values beside the tiles; weights: bytes beside theirs."""
     moved = sum(t.bytes for t in (*others, *results))
@@ -311,8 +317,7 @@ class TiledMatmul(Operator):
                 raise GraphError("tiled_matmul: bias", wanted=f32(self.n), found=found)
         if self.splits and (self.roles & BIAS or self.activation != "none" or self.out != "f32"):
             raise GraphError("tiled_matmul: sums of splits", wanted="no bias, activation or rounding", found=self)
-        if not (self.eps >= 0.0 and math.isfinite(self.eps)):
-            raise GraphError("tiled_matmul: eps", wanted=">= 0", found=self.eps)
+        check_eps(self.name, self.eps)
         return (f32(self.splits, self.n) if self.splits else Type(DType(self.out), (self.n,)),)
 
     def meaning(self, x: Array, tiles: Array, *extra: Array) -> Array:

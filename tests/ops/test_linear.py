@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.harness import application, check, execute, expansion, random_inputs
+from tests.ops.harness import application, check, execute, expansion, random_inputs, stored, value
 from wpk.ir.errors import GraphError
-from wpk.ir.types import f32
+from wpk.ir.types import bf16, f32
 from wpk.ops.linear import BIAS, RESIDUAL, SECOND
 from wpk.ops.operator import LIBRARY, make
 from wpk.ops.simd import ACTIVATIONS, PANEL
@@ -98,6 +98,36 @@ def test_expansions_pack_the_weight_once_per_load():
     assert ops == ["pack_panels", "matmul", "reshape"]
     graph = expansion(application("conv1d", f32(9, 4), f32(5, 4, 3)))
     assert [n.op for n in graph.nodes if not n.weight] == ["matmul"]
+
+
+@FEW
+@given(
+    st.sampled_from([(), (1,), (3,)]), st.sampled_from([1, 40, 65, 130]), st.sampled_from([8, 5, 184, 24]),
+    st.booleans(), st.sampled_from([f32, bf16]), st.sampled_from(["none", "silu"]), slot_counts,
+)  # fmt: skip
+def test_linear_with_a_bf16_weight(lead, k, n, with_bias, made, activation, slots):
+    app = application("linear", made(*lead, k), bf16(n, k), *[f32(n)] * with_bias, activation=activation)
+    tiled = lead != (3,) and n != 5
+    inputs = random_inputs(app, slots)
+    if tiled:  # what the tiled product is given: numbers that bf16 holds
+        inputs[0] = stored(value(stored(inputs[0], bf16()), bf16()), app.inputs[0]) if made is f32 else inputs[0]
+    check(app, inputs, slots, **CLOSE)
+    names = {node.op for node in expansion(app).nodes}
+    assert names >= ({"tiled_matmul", "pack_tiles"} if tiled else {"matmul", "pack_panels", "cast"})
+    assert ("cast" in names) == (made is f32 or not tiled)
+
+
+def test_a_tiled_linear_rounds_x_and_has_as_few_shares_as_it_may():
+    graph = expansion(application("linear", f32(1, 70), bf16(352, 70), f32(352), activation="relu2"))
+    assert [n.op for n in graph.nodes] == ["cast", "reshape", "pack_tiles", "tiled_matmul", "reshape"]
+    packing, product = graph.nodes[2], graph.nodes[3]
+    assert packing.attributes["shares"] == product.attributes["shares"] == 2
+    assert (product.attributes["activation"], product.attributes["out"], product.attributes["splits"]) == (
+        "relu2",
+        "f32",
+        0,
+    )
+    assert application("linear", f32(70), bf16(352, 70)).op.cost(f32(70), bf16(352, 70)).flops == {"bf16": 2 * 352 * 70}
 
 
 @pytest.mark.parametrize(

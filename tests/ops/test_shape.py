@@ -52,6 +52,43 @@ def test_concat(shape, kind, slots, data):
     exact(app, slots)
 
 
+@FEW
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), slot_counts, st.booleans())
+def test_bf16_is_moved_by_words(outer, a, b, slots, cut):
+    app = application("concat", bf16(outer, 2 * a), bf16(outer, 2 * b), axis=1)
+    exact(app, slots)
+    app = application("slice", bf16(outer, 2 * (a + b)), axis=-1, start=2 * a if cut else 0, stop=2 * (a + b))
+    exact(app, slots)
+    assert (app.op.view(*app.inputs) is None) == (outer > 1)
+    exact(application("copy", bf16(outer, 2 * a)), slots)
+    exact(application("copy", bf16(300, 2)), slots)
+    assert application("reshape", bf16(outer, 2 * a), shape=(2, outer * a)).op.view(bf16(outer, 2 * a)) == 0
+
+
+@pytest.mark.parametrize(
+    "name,type,attrs",
+    [
+        ("copy", bf16(3), {}),
+        ("slice", bf16(2, 6), {"axis": 1, "start": 1, "stop": 3}),
+        ("slice", bf16(2, 6), {"axis": 1, "start": 2, "stop": 5}),
+        ("slice", bf16(2, 5), {"axis": 1, "start": 0, "stop": 2}),
+        ("slice", bf16(6), {"axis": 0, "start": 1, "stop": 4}),
+    ],
+)
+def test_half_a_word_of_a_session_cannot_be_moved(name, type, attrs):
+    app = application(name, type, **attrs)
+    assert app.op.view(type) is None
+    with pytest.raises(GraphError, match=r"a word is cut; wanted an even number of bf16 elements"):
+        app.op.parameters(type)
+
+
+def test_weights_in_bf16_are_cut_anywhere():
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)
+    cut = application("slice", bf16(2, 6), weights=[True], axis=1, start=1, stop=4)
+    assert cut.results == (bf16(2, 3),)
+    np.testing.assert_array_equal(cut.op.meaning(x), x[:, 1:4])
+
+
 def test_concat_of_a_weight_and_a_session_value():
     exact(application("concat", f32(2, 3), f32(4, 3), axis=0, weights=[True, False]), 3)
 
@@ -151,7 +188,7 @@ def test_constants():
         ("reshape", [f32(3, 4)], {"shape": (5, 2)}, r"wanted a shape of 12 elements for f32\[3,4\]; found \(5, 2\)"),
         ("slice", [f32(3, 4)], {"axis": 1, "start": 2, "stop": 2}, r"wanted 0 <= start < stop <= 4 .*; found 2, 2"),
         ("slice", [f32(3, 4)], {"axis": 2, "start": 0, "stop": 1}, r"wanted -2 <= axis < 2 for f32\[3,4\]; found 2"),
-        ("slice", [bf16(3)], {"axis": 0, "start": 0, "stop": 1}, "wrong dtype; wanted bool|f32|i32; found bf16"),
+        ("transpose", [bf16(3, 2)], {"axes": (1, 0)}, r"wrong dtype; wanted bool\|f32\|i32; found bf16"),
         ("concat", [f32(3)], {"axis": 0}, "wrong number of operands; wanted 2 to 6; found 1"),
         ("concat", [f32(3)] * 7, {"axis": 0}, "wrong number of operands; wanted 2 to 6; found 7"),
         ("concat", [f32(3, 4), f32(3, 5)], {"axis": 0}, r"wanted like f32\[3,4\]; found f32\[3,5\]"),
