@@ -57,7 +57,6 @@ COPIERS = 4  # threads that copy a piece out of a mapped file: page faults, not 
 BLOCKS_PER_SM = 8
 _U = np.uint64
 _GOLDEN, _MIX_1, _MIX_2 = _U(0x9E3779B97F4A7C15), _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
-_tile_offset = register_jitable(tile_offset)
 
 
 # --- the kernel ---------------------------------------------------------------------------------------------------
@@ -103,7 +102,7 @@ def pack(
         at = first + i
         place = at * (4 - 2 * bf16)
         if shares > 0:
-            place = _tile_offset(n, k, shares, splits, at // k, at % k)
+            place = tile_offset(n, k, shares, splits, at // k, at % k)
         if bf16 != 0:
             view_u16(target + place, 1)[0] = bf16_bits(value)
         else:
@@ -222,8 +221,7 @@ class Packer:
 
     def _copy(self, source: NDArray[Any], target: NDArray[Any]) -> None:
         cuts = [len(source) * i // COPIERS for i in range(COPIERS + 1)]
-        with np.errstate(over="ignore"):  # beyond f32 becomes infinity, which the kernel marks
-            list(self._copiers.map(partial(_copy_range, source, target), cuts[:-1], cuts[1:]))
+        list(self._copiers.map(partial(_copy_range, source, target), cuts[:-1], cuts[1:]))
 
     def _start(
         self, source: int, kind: int, start: int, count: int, first: int, target: Target, mark: int,
@@ -242,4 +240,5 @@ class Packer:
 
 
 def _copy_range(source: NDArray[Any], target: NDArray[Any], lo: int, hi: int) -> None:
-    np.copyto(target[lo:hi], source[lo:hi], casting="unsafe")
+    with np.errstate(over="ignore"):  # beyond f32 becomes infinity, which the kernel marks
+        np.copyto(target[lo:hi], source[lo:hi], casting="unsafe")

@@ -8,16 +8,20 @@ parts of a share follow each other, then those of the next share; k is padded wi
 
 from __future__ import annotations
 
+from numba.extending import register_jitable
+
 GROUP = 8  # rows
 CHUNK = 64  # columns
 ROW_BYTES = 128  # of a chunk's row
 
 
+@register_jitable(error_model="numpy")
 def share_of(item, items, shares):
     """The share s, [items * s // shares, items * (s + 1) // shares), that holds an item."""
     return ((item + 1) * shares - 1) // items
 
 
+@register_jitable(error_model="numpy")
 def tile_offset(n, k, shares, splits, row, column):
     """Byte of element (row, column) in the tiles of a matrix [n, k]."""
     groups, chunks = n // GROUP, (k + CHUNK - 1) // CHUNK
