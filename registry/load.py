@@ -13,7 +13,7 @@ from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cuda import CudaKernel, require_fit
 from wpk.kernel.driver import Device, Gpu, find_device
 from wpk.kernel.packing import Packer, build_packing
-from wpk.registry.build import build
+from wpk.registry.build import build, build_machine_code
 from wpk.registry.cohort import Cohort
 from wpk.registry.formats import TensorSet
 from wpk.registry.loading import Bytes, fill, fill_arenas
@@ -54,13 +54,14 @@ def load(
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise UsageError("a number of threads", wanted="an int of at least 1", found=repr(threads))
     spec = find_model(model, where) if isinstance(model, str) else model
-    # The kernel compiles what it lacks when it starts, on a machine that can run it.
+    # The kernel is compiled below, on a machine that can run it.
     built = build(spec, capacity=capacity, context=context, target=target, machine_code=False, where=where)
     chosen = find_target(built.manifest.target)
     device = find_device() if chosen.kind == "cuda" else None  # refuse before the weights are fetched
     profile = ProfileStore(where).read(built.manifest.id)
-    if device is not None:
+    if device is not None:  # before the weights as well: what may be refused, and what takes long
         require_fit(device, profile.program)
+        build_machine_code(profile.manifest, chosen, where.kernels)
     tensors = open_weights(spec, weights, where)
     kernel: CpuKernel | CudaKernel
     if device is not None:

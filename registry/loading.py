@@ -239,10 +239,11 @@ def _runs(
             return None  # stored as f32, but rounded before
         return (Run(leaves[value.id], 0, value.type.size),)
     node = producers[value.id]
+    if node.op not in _MOVES:
+        return None
     given, first = node.attributes, node.inputs[0]
-    inner = [_runs(producers, leaves, v, bf16) for v in node.inputs] if node.op in _MOVES else [None]
-    parts = [runs for runs in inner if runs is not None]
-    if len(parts) < len(inner):
+    parts = [runs for v in node.inputs if (runs := _runs(producers, leaves, v, bf16)) is not None]
+    if len(parts) < len(node.inputs):
         return None
     rank, whole = len(first.type.shape), tuple(run for runs in parts for run in runs)
     row = first.type.size // first.type.shape[0] if rank and first.type.shape[0] else 1

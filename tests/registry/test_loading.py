@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.kernel import gpu
 from tests.kernel.host_gpu import HostGpu, device_arenas, packer
 from tests.zoo.specs import small
 from wpk.ir.errors import CapacityError, ProgramError, WeightsError
 from wpk.ir.graph import Graph, GraphBuilder, Port, Value
 from wpk.ir.types import bf16, f32
 from wpk.kernel.arenas import DeviceArenas, HostArenas
+from wpk.kernel.cuda import CudaKernel
 from wpk.kernel.driver import Gpu, find_device
 from wpk.kernel.packing import SYNTHETIC, Packer, build_packing
 from wpk.ops import LIBRARY
@@ -24,7 +26,9 @@ from wpk.ops.requirements import Selection
 from wpk.registry import loading
 from wpk.registry.formats import SafetensorsFile, TensorInfo, TensorSet
 from wpk.registry.formats.tensors import bfloat16_to_float32
+from wpk.registry.load import open_weights, start_on_gpu
 from wpk.registry.loading import fill, fill_arenas
+from wpk.registry.models import catalog, find_model
 from wpk.registry.settings import settings
 from wpk.registry.weights.synthetic import SyntheticSet
 from wpk.scheduler.compile import Compiled, compile_graph
@@ -189,10 +193,10 @@ def everything_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_device(program: Program, load: Graph, tensors: TensorSet) -> tuple[np.ndarray, HostGpu]:
     """The arena of weights in the memory of a stand-in for a GPU."""
-    gpu = HostGpu()
-    arenas = device_arenas(program, gpu)
-    fill(program, load, tensors, arenas, lambda marks: packer(gpu, marks))
-    return arenas[Arena.WEIGHTS], gpu
+    device = HostGpu()
+    arenas = device_arenas(program, device)
+    fill(program, load, tensors, arenas, lambda marks: packer(device, marks))
+    return arenas[Arena.WEIGHTS], device
 
 
 @pytest.mark.parametrize("what", [*STREAMED, *EVALUATED])
@@ -200,9 +204,9 @@ def test_a_device_s_arena_has_the_host_s_bytes(what: str, everything_streamed: N
     program, load = load_of(STREAMED.get(what) or EVALUATED[what])
     tensors = Given(*matrices(**SHAPES))
     wanted, _ = fill_arenas(program, load, tensors)
-    found, gpu = on_device(program, load, tensors)
+    found, device = on_device(program, load, tensors)
     np.testing.assert_array_equal(found, wanted[Arena.WEIGHTS][: program.arenas[Arena.WEIGHTS]])
-    assert bool(gpu.launches) == (what in STREAMED)
+    assert bool(device.launches) == (what in STREAMED)
     assert wanted[Arena.WEIGHTS][128:].any()
 
 
@@ -219,15 +223,15 @@ def test_synthetic_weights_are_made_on_the_device(everything_streamed: None) -> 
     program, load = load_of(*makes)
     tensors = SyntheticSet(SHAPES, SyntheticSource(synthetic=5))
     wanted, _ = fill_arenas(program, load, tensors)
-    found, gpu = on_device(program, load, tensors)
+    found, device = on_device(program, load, tensors)
     np.testing.assert_array_equal(found, wanted[Arena.WEIGHTS])
-    assert {launch["kind"] for launch in gpu.launches} == {SYNTHETIC}
+    assert {launch["kind"] for launch in device.launches} == {SYNTHETIC}
 
 
 def test_small_weights_are_not_streamed() -> None:
     program, load = load_of(*STREAMED.values())
-    _, gpu = on_device(program, load, Given(*matrices(**SHAPES)))
-    assert not gpu.launches and not gpu.modules
+    _, device = on_device(program, load, Given(*matrices(**SHAPES)))
+    assert not device.launches and not device.modules
 
 
 @pytest.mark.parametrize("device", [False, True])
@@ -267,10 +271,10 @@ def test_safetensors_are_streamed_from_the_file(tmp_path: Path, everything_strea
     arrays, _ = matrices(f=(40, 130), h=(40, 130))
     save_file(arrays, tmp_path / "a.safetensors")
     program, load = load_of(STREAMED["a matrix stored as f32"], STREAMED["a matrix stored as f16"])
-    found, gpu = on_device(program, load, SafetensorsFile(tmp_path / "a.safetensors"))
+    found, device = on_device(program, load, SafetensorsFile(tmp_path / "a.safetensors"))
     wanted, _ = fill_arenas(program, load, Given(arrays))
     np.testing.assert_array_equal(found, wanted[Arena.WEIGHTS])
-    assert gpu.launches
+    assert device.launches
 
 
 def test_a_cast_keeps_every_bit_of_bf16() -> None:
@@ -286,6 +290,22 @@ def test_a_cast_keeps_every_bit_of_bf16() -> None:
     np.testing.assert_array_equal(memory[0].view(np.uint16).reshape(every.shape), every)
     np.testing.assert_array_equal(memory[1], memory[0])
     np.testing.assert_array_equal(memory[2].view(np.float32).reshape(every.shape), bfloat16_to_float32(every))
+
+
+@pytest.mark.parametrize("name", sorted(catalog().builtin()))
+def test_every_model_s_weights_are_the_same_on_a_device(name: str, everything_streamed: None) -> None:
+    spec = find_model(name)
+    shapes = {n: t.shape for n, t in expected_tensors(spec).items()}
+    if sum(int(np.prod(shape)) for shape in shapes.values()) > 10_000_000:
+        pytest.skip("too large for this test")
+    library, steps = Selection(spec.operators, LIBRARY), spec.clock.steps_per_beat
+    made = compile_graph(build_graph(spec), library, find_target("h200"), capacity=2, steps=steps)
+    tensors = SyntheticSet(shapes, SyntheticSource(synthetic=3))
+    wanted, image = fill_arenas(made.program, made.load, tensors)
+    arenas = device_arenas(made.program)
+    found = fill(made.program, made.load, tensors, arenas, lambda marks: packer(arenas.gpu, marks, 1 << 16))
+    np.testing.assert_array_equal(found, image)
+    np.testing.assert_array_equal(arenas[Arena.WEIGHTS], wanted[Arena.WEIGHTS][: made.program.arenas[Arena.WEIGHTS]])
 
 
 # --- where arenas live --------------------------------------------------------------------------------------------
@@ -304,17 +324,17 @@ def test_only_inputs_and_outputs_of_a_device_are_in_host_memory() -> None:
     arenas.write(Arena.STATE, 3, np.arange(5, dtype=np.uint8))
     assert arenas[Arena.STATE].tobytes() == bytes([0, 0, 0, 0, 1, 2, 3, 4]) + bytes(120)
     arenas.close()
-    assert arenas.gpu.closed  # type: ignore[attr-defined]
+    assert arenas.gpu.closed
 
 
 def test_arenas_of_the_host_can_be_moved_to_a_device() -> None:
     program, load = load_of(STREAMED["a matrix"])
     host, _ = fill_arenas(program, load, Given(*matrices(**SHAPES)))
-    moved = DeviceArenas.holding(program, HostGpu(), host)  # type: ignore[arg-type]
+    moved = DeviceArenas.holding(program, HostGpu(), host)
     assert moved.io is host[Arena.IO]
     np.testing.assert_array_equal(moved[Arena.WEIGHTS], host[Arena.WEIGHTS])
     with pytest.raises(ProgramError, match="arenas do not fit"):
-        DeviceArenas.holding(program, HostGpu(), [a[:-1] for a in host])  # type: ignore[arg-type]
+        DeviceArenas.holding(program, HostGpu(), [a[:-1] for a in host])
 
 
 @pytest.mark.gpu
@@ -323,10 +343,38 @@ def test_a_gpu_s_arena_has_the_host_s_bytes(synthetic: bool, everything_streamed
     program, load = load_of(*STREAMED.values(), *EVALUATED.values())
     tensors = SyntheticSet(SHAPES, SyntheticSource(synthetic=5)) if synthetic else Given(*matrices(**SHAPES))
     wanted, _ = fill_arenas(program, load, tensors)
-    gpu = Gpu(find_device())
+    device = Gpu(find_device())
     try:
-        arenas = DeviceArenas(program, gpu)
-        fill(program, load, tensors, arenas, lambda marks: Packer(gpu, build_packing(settings().kernels), marks, 4096))
+        arenas, cubin = DeviceArenas(program, device), build_packing(settings().kernels)
+        fill(program, load, tensors, arenas, lambda marks: Packer(device, cubin, marks, 4096))
         np.testing.assert_array_equal(arenas[Arena.WEIGHTS], wanted[Arena.WEIGHTS])
     finally:
-        gpu.close()
+        device.close()
+
+
+@pytest.mark.gpu
+def test_a_model_loaded_into_a_gpu_s_memory_gives_the_same_bits(everything_streamed: None) -> None:
+    made, tensors = gpu.compiled("small"), open_weights(gpu.spec_of("small"), None, settings())
+    kernel = start_on_gpu(made.program, made.load, tensors, find_device(), settings().kernels)
+    try:
+        assert isinstance(kernel.arenas, DeviceArenas)
+        found, state = gpu.history(kernel)
+    finally:
+        kernel.close()
+    other = gpu.load(CudaKernel, "small")
+    try:
+        wanted, state_wanted = gpu.history(other)
+    finally:
+        other.close()
+    assert state == state_wanted
+    for ours, theirs in zip(found, wanted, strict=True):
+        for slot, outputs in theirs.items():
+            assert {p: v.tobytes() for p, v in ours[slot].items()} == {p: v.tobytes() for p, v in outputs.items()}
+
+
+@pytest.mark.gpu
+def test_a_program_of_more_than_the_gpu_s_memory_is_refused() -> None:
+    program, load = load_of(STREAMED["a matrix"])
+    large = dataclasses.replace(program, arenas=(1 << 42, 128, 64, 64))
+    with pytest.raises(CapacityError, match="do not fit into memory"):
+        start_on_gpu(large, load, Given(*matrices(**SHAPES)), find_device(), settings().kernels)
