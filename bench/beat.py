@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from wpk.bench.floor import beat_floor
 from wpk.bench.gpus import gpus
 from wpk.bench.history import start_at
-from wpk.bench.machine import GPU_PACKAGES, commit, describe_machine
+from wpk.bench.machine import GPU_PACKAGES, describe_machine, own_commit
 from wpk.bench.onnx import OnnxBaseline
 from wpk.bench.records import described_error, keep
 from wpk.bench.times import figures
@@ -57,6 +57,7 @@ def bench_beat(
     threads: int | None = None,
     baseline: str | None = None,
     command: str | None = None,
+    commit: str | None = None,
     out: Path | None = None,
     report: Progress = silent,
 ) -> tuple[dict[str, Any], Path]:
@@ -65,7 +66,8 @@ def bench_beat(
     beats: measure so many instead, each side in one go. warm_up: beats before them that don't count. at: steps of
     history with which sessions start (`wpk.bench.history`). threads: of a CPU's kernel and of the baseline, the
     caller's included; None takes all processors. baseline: a runtime that the zoo describes for this model, or None.
-    command: kept in the record. An attempt that fails is kept too, and its error raised.
+    command: kept in the record; so is commit, where the code does not run from its checkout. An
+    attempt that fails is kept too, and its error raised.
     """
     if not 0 < seconds <= 3600:
         raise UsageError("a time to measure for", wanted="more than 0 and at most 3600 s", found=seconds)
@@ -84,7 +86,7 @@ def bench_beat(
     record: dict[str, Any] = {
         "kind": "beat", "model": model, "capacity": capacity, "threads": threads, "seconds": seconds,
         "warm_up": warm_up, "command": command, "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(), "machine": describe_machine("onnxruntime", *GPU_PACKAGES),
+        "commit": commit or own_commit(), "machine": describe_machine("onnxruntime", *GPU_PACKAGES),
     }  # fmt: skip
     prepare = None
     if at is not None:

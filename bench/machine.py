@@ -49,7 +49,7 @@ def cpu_features() -> frozenset[str]:
         return frozenset()
 
 
-def commit() -> str | None:
+def own_commit() -> str | None:
     """The commit of the checkout that this code runs from, with `+` where it has changes; None where unknown."""
     here = Path(__file__).resolve().parent.parent
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from wpk.bench.floor import beat_floor
 from wpk.bench.gpus import gpus
-from wpk.bench.machine import commit, describe_machine
+from wpk.bench.machine import describe_machine, own_commit
 from wpk.bench.records import described_error, keep
 from wpk.bench.times import figures
 from wpk.ir.errors import KernelError, UsageError
@@ -44,6 +44,7 @@ def bench_baseline(
     forms: Sequence[str] | None = None,
     device: str = "auto",
     command: str | None = None,
+    commit: str | None = None,
     beside: tuple[dict[str, Any], Path] | None = None,
     out: Path | None = None,
     report: Progress = silent,
@@ -53,7 +54,8 @@ def bench_baseline(
     context: steps of history; None takes the spec's. at: the step of history at which they are; None takes the last
     of the context. forms: of `FORMS`; None takes all that the device has, on a CPU `eager` alone. device: cuda, cpu,
     or auto. beside: a record of `wpk bench beat` from the same run, and where it is kept; its ratio to the best form is
-    told. An attempt that fails is kept too, and its error raised; so is a form that fails beside others.
+    told. command and commit: as for `bench_beat`. An attempt that fails is kept too, and its error
+    raised; so is a form that fails beside others.
     """
     spec = find_model(model)
     steps = spec.context if context is None else context
@@ -70,7 +72,7 @@ def bench_baseline(
     record: dict[str, Any] = {
         "kind": "baseline", "runtime": "torch", "model": model, "capacity": capacity, "context": steps,
         "history": {"position": at, "computed": False}, "warm_up": warm_up, "command": command,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit or own_commit(),
         "machine": describe_machine("torch", "triton"),
     }  # fmt: skip
     try:
@@ -220,7 +222,7 @@ def _captured(torch: Any, run: Callable[[], Any]) -> Callable[[], Any]:
 
 def _on_gpu(torch: Any, x: Any, run: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
     """A beat whose (whole call, kernels) in ms are told."""
-    given = torch.randn(x.shape, dtype=x.dtype).mul_(0.1).pin_memory()
+    given = x.cpu().pin_memory()
     taken = [torch.empty(y.shape, dtype=y.dtype).pin_memory() for y in run()]
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
@@ -240,7 +242,7 @@ def _on_gpu(torch: Any, x: Any, run: Callable[[], Any]) -> Callable[[], tuple[fl
 
 
 def _on_cpu(torch: Any, x: Any, run: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
-    given = torch.randn(x.shape, dtype=x.dtype).mul_(0.1)
+    given = x.clone()
 
     def beat() -> tuple[float, float]:
         begun = time.perf_counter()

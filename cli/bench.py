@@ -26,6 +26,9 @@ WarmUp = Annotated[int | None, typer.Option("--warmup", metavar="N", help="Beats
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="PATH", help="Folder or new .json file; bench/results by default.")
 ]
+Commit = Annotated[
+    str | None, typer.Option("--commit", metavar="ID", help="Of this code, where it runs outside its checkout.")
+]
 Forms = Annotated[
     str | None,
     typer.Option("--forms", metavar="NAMES", help="Of eager,graph,compiled_graph (GPU) and eager,compiled (CPU)."),
@@ -55,6 +58,7 @@ def beat(
     with_baseline: Annotated[
         bool, typer.Option("--with-baseline", help="Then the same step in PyTorch on the same machine.")
     ] = False,
+    commit: Commit = None,
     out: Out = None,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -81,15 +85,19 @@ def beat(
             record, path = bench_beat(
                 model, capacity=capacity, context=context, target=target, seconds=seconds, beats=beats,
                 warm_up=WARM_UP if warmup is None else warmup, at=at, threads=threads, baseline=baseline,
-                command=_command_line(), out=out, report=report,
+                command=_command_line(), commit=commit, out=out, report=report,
             )  # fmt: skip
             if not with_baseline:
                 return record, [path], _told_beat(record)
-            device = "cpu" if record["target"] == "cpu" else "cuda"
-            theirs, kept = bench_baseline(
-                model, capacity=capacity, context=context, at=at, device=device, command=_command_line(),
-                beside=(record, path), out=out, report=report,
-            )  # fmt: skip
+            try:
+                theirs, kept = bench_baseline(
+                    model, capacity=capacity, context=context, at=record["floor_measured"]["history"] - 1,
+                    device="cpu" if record["target"] == "cpu" else "cuda", command=_command_line(), commit=commit,
+                    beside=(record, path), out=out, report=report,
+                )  # fmt: skip
+            except WpkError:
+                sink.note(f"the beat without its baseline is kept in {path}")
+                raise
         both = _told_beat(record) | _told_forms(theirs) | {"ratio": f"{theirs['ratio']:.3g} of the best form's p50"}
         return record | {"torch": theirs | {"results": str(kept)}}, [path, kept], both
 
@@ -106,6 +114,7 @@ def baseline(
     warmup: WarmUp = None,
     forms: Forms = None,
     device: Annotated[str, typer.Option("--device", help="cuda, cpu, or auto for what this machine has.")] = "auto",
+    commit: Commit = None,
     out: Out = None,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -120,7 +129,7 @@ def baseline(
             record, path = bench_baseline(
                 model, capacity=capacity, context=context, at=at, beats=BEATS if beats is None else beats,
                 warm_up=WARM_UP if warmup is None else warmup, forms=forms.split(",") if forms else None,
-                device=device, command=_command_line(), out=out, report=report,
+                device=device, command=_command_line(), commit=commit, out=out, report=report,
             )  # fmt: skip
         return record, [path], _told_forms(record)
 

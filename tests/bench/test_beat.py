@@ -13,7 +13,7 @@ import pytest
 from tests.scheduler.graphs import Executed, builder, compiled
 from wpk.bench import beat, gpus, records
 from wpk.bench.history import start_at
-from wpk.bench.machine import commit, describe_machine
+from wpk.bench.machine import describe_machine, own_commit
 from wpk.bench.onnx import OnnxBaseline
 from wpk.bench.times import figures
 from wpk.ir.errors import CapacityError, KernelError, StoreError, UnknownModelError, UsageError, WeightsError
@@ -259,4 +259,4 @@ def test_the_machine_says_who_it_is() -> None:
     assert found["cores"] >= 1
     assert found["packages"]["no-such-package"] is None
     assert found["packages"]["numpy"]
-    commit()  # a hash or None, never an error
+    own_commit()  # a hash or None, never an error
