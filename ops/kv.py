@@ -28,6 +28,7 @@ from wpk.ops.memory import view_f32, view_u16
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import address, operand_i32, parameter, parameter_f32
 from wpk.ops.tiles import (
+    TILE_SLOTS,
     inverse_rms,
     inverse_rms64,
     part_rows,
@@ -56,8 +57,9 @@ def qkv_sizes(name: str, n: int, cache: Type) -> tuple[int, int, int, int]:
         raise GraphError(f"{name}: cache", wanted="bf16[rows,2,heads,values]", found=cache)
     rows, _, groups, width = cache.shape
     heads, left = divmod(n - 2 * groups * width, width)
-    if left or heads < 1 or heads % groups or n % BLOCK:
-        wanted = f"a multiple of {BLOCK}: {groups} key heads of {width} values, twice, and a multiple of that"
+    sound = (whole_heads(heads, groups), blocks_of_rows(heads, groups, width))
+    if left or heads < 1 or first_broken(*sound):
+        wanted = f"(heads + 2 * {groups}) * {width}, heads a multiple of {groups}, {groups} * {width} one of {BLOCK}"
         raise GraphError(f"{name}: rows of q | k | v", wanted=wanted, found=n)
     return heads, groups, width, rows
 
@@ -75,6 +77,11 @@ def qkv_writes(sizes: Sequence[int], cache: bool, lo: int, hi: int) -> Extent | 
 def whole_heads(heads: int, groups: int) -> tuple[str, bool]:
     """The rule that every key head has as many query heads."""
     return "key heads to divide the query heads", heads % max(groups, 1) == 0
+
+
+def blocks_of_rows(heads: int, groups: int, width: int) -> tuple[str, bool]:
+    """The rule that q, k and v are whole blocks of rows: what finishes a block of a product knows one of the three."""
+    return f"rows of q, k and v that are multiples of {BLOCK}", heads * width % BLOCK == groups * width % BLOCK == 0
 
 
 def qkv64(p: Array, cache: Array, position: Array, scale: float) -> tuple[Array, Array]:
@@ -107,7 +114,7 @@ def qkv_rows(p, lo, hi, query, row, scale, q, cache, position, rows):
 class QkvSplit(Operator):
     """The query and the cache with one row more, out of a projection: (q bf16[H d], the cache, in place).
 
-    p f32[(H + 2 G) d], rows q [H, d] | k [G, d] | v [G, d], a multiple of 8 in all. cache bf16[T, 2, G, d]: keys, then
+    p f32[(H + 2 G) d], rows q [H, d] | k [G, d] | v [G, d], each a multiple of 8. cache bf16[T, 2, G, d]: keys, then
     values, of each position. position i32 scalar: k and v become that row; outside [0, T) nothing is written.
     q = bf16(scale * p): the scale of the scores is in the query already.
     """
@@ -153,8 +160,8 @@ class QkvSplit(Operator):
         heads, groups, width = parameters[:3]
         return first_broken(
             *common(cls, parameters, present, words=5),
-            (f"rows that are a multiple of {BLOCK}", (heads + 2 * groups) * width % BLOCK == 0),
             whole_heads(heads, groups),
+            blocks_of_rows(heads, groups, width),
         )
 
     @classmethod
@@ -198,6 +205,7 @@ class QkvProjection(Operator):
     eps: float = attr(0.0)
     scale: float = attr(1.0)
     semantic_parameters: ClassVar = {7: NOT_NEGATIVE, 8: FINITE}
+    task_slots: ClassVar[int] = TILE_SLOTS
     result_count: ClassVar[int] = 2
     state_operands: ClassVar[tuple[int, ...]] = (3,)
     alias: ClassVar[Mapping[int, int]] = {1: 3}
@@ -241,6 +249,7 @@ class QkvProjection(Operator):
             *common(cls, parameters, present, words=9),
             *tile_rules((heads + 2 * groups) * width, k, shares, 0),
             whole_heads(heads, groups),
+            blocks_of_rows(heads, groups, width),
             ("the sums of squares of k elements", squares == squares_of(k)),
         )
 

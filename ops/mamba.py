@@ -26,6 +26,7 @@ from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, op
 from wpk.ops.payload import address, operand_f32, parameter, parameter_f32
 from wpk.ops.scalars import silu64
 from wpk.ops.tiles import (
+    TILE_SLOTS,
     check_operands,
     check_squares,
     check_tiles,
@@ -232,6 +233,7 @@ class Mamba2Projection(Operator):
     shares: int = attr(1)
     eps: float = attr(0.0)
     semantic_parameters: ClassVar = {7: NOT_NEGATIVE}
+    task_slots: ClassVar[int] = TILE_SLOTS
     result_count: ClassVar[int] = 2
     state_operands: ClassVar[tuple[int, ...]] = (4,)
     alias: ClassVar[Mapping[int, int]] = {1: 4}

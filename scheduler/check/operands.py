@@ -76,15 +76,14 @@ def parts(facts: Facts) -> Iterator[str]:
             for j in cls.writes(int(record["operands"])):
                 key = (cls, facts.parameters[i], j, count, cut)
                 if key not in known:
-                    aliased = j - int(record["operands"]) + cls.result_count in cls.alias
-                    known[key] = _uncovered(cls, facts.parameters[i], j, count, cut, facts.extents[i][j], aliased)
+                    known[key] = _uncovered(cls, facts.parameters[i], j, count, cut, facts.extents[i][j])
                 if known[key]:
                     yield f"{facts.phase(i)}: operand {j}: {known[key]}"
 
 
 def _uncovered(
     cls: type[Operator], parameters: tuple[int, ...], operand: int, count: int, cut: Sequence[tuple[int, int]],
-    length: int, aliased: bool,
+    length: int,
 ) -> str:  # fmt: skip
     """What is wrong with the bytes that these ranges of parts write of a result, or nothing."""
     ends = [(0, 1), (count - 1, count)]
@@ -102,7 +101,7 @@ def _uncovered(
     if len(shape) == 1 and runs[0].rows > 1:
         rows, pitch = shape.pop()
         intervals, whole = [(r.offset, r.offset + r.length) for r in runs], pitch
-        if rows * pitch != length and not aliased:
+        if rows * pitch != length:
             return f"{rows} rows of {pitch} bytes are not {length}"
     elif sum(r.rows for r in runs) > MOST_RUNS:
         return f"more than {MOST_RUNS} runs of bytes"
@@ -113,10 +112,10 @@ def _uncovered(
     for lo, hi in sorted(intervals):
         if lo < at:
             return f"bytes {lo}:{min(at, hi)} are written by two parts"
-        if lo > at and not aliased:
+        if lo > at:
             return f"bytes {at}:{lo} are written by no part"
         at = hi
-    return "" if at == whole or aliased else f"bytes {at}:{whole} are written by no part"
+    return "" if at == whole else f"bytes {at}:{whole} are written by no part"
 
 
 def references(facts: Facts) -> Iterator[str]:

@@ -35,8 +35,11 @@ class Case:
     def program(self) -> Program:
         """The phase alone; the storage of its operands is what its parameters say."""
         parameters = tuple(encode_parameter(p) for p in self.parameters)
-        extents = LIBRARY.get(self.op).extents((*parameters, *[0] * (9 - len(parameters))), len(self.operands))
+        cls, count = LIBRARY.get(self.op), len(self.operands)
+        extents = cls.extents((*parameters, *[0] * (9 - len(parameters))), count)
         names = [None if r == "-" else f"v{j}@0" if r in "io" else f"v{j}" for j, r in enumerate(self.operands)]
+        for result, operand in cls.alias.items():
+            names[cls.writes(count)[result]] = names[operand]
         values = {
             name: (ROLES[role], self.dtypes.get(j, "f32"), extents[j])
             for j, (name, role) in enumerate(zip(names, self.operands, strict=True)) if name
@@ -94,6 +97,16 @@ CASES = [
     Case("depthwise_window", (9, 70, 3, 3, 3, 1, 1), "iwwo", 2),
     Case("ring_shift", (4, 2, 70), "iio", 2),
     Case("attention", (4, 8, 5, 2, 6, 0.3), "issio", 2, {3: I32}),
+    Case("mamba2_split", (8, 16, 8), "iswos", 4, {1: BF16, 4: BF16}),
+    Case("mamba2_projection", (32, 130, 2, 8, 16, 8, 2, 1e-5), "iwiwsos", 2, {0: BF16, 1: BF16, 4: BF16, 6: BF16}),
+    Case("mamba2_step", (4, 80, 2, 40), "isos", 8),
+    Case("qkv_split", (4, 2, 8, 5, 0.3), "isios", 8, {1: BF16, 2: I32, 3: BF16, 4: BF16}),
+    Case(
+        "qkv_projection", (130, 2, 4, 2, 8, 5, 2, 1e-5, 0.3), "iwisios", 2,
+        {0: BF16, 1: BF16, 3: BF16, 4: I32, 5: BF16, 6: BF16},
+    ),
+    Case("attention_parts", (4, 2, 8, 5, 3), "isio", 3, {0: BF16, 1: BF16, 2: I32}),
+    Case("attention_merge", (4, 8, 3, 1), "io", 4, {1: BF16}),
 ]  # fmt: skip
 
 
