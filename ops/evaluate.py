@@ -41,8 +41,10 @@ def stored(array: Array, dtype: DType) -> Array:
 
 def bf16_bits(array: Array) -> Array:
     """bf16 as uint16: float32 rounded to nearest even on the 16 bits that are dropped; NaN stays a (quiet) NaN."""
-    bits = np.asarray(array, np.float32).view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    array = np.asarray(array, np.float32)
+    bits = array.view(np.uint32)
+    with np.errstate(over="ignore"):  # only NaN wraps, and is replaced
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(array), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
