@@ -41,6 +41,7 @@ Reference = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*(\.[a-z0
 Size = Annotated[int, Field(strict=True, ge=1, le=1 << 24)]
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 24)]
 ActivationName = Literal["none", "relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "softplus"]
+Policy = Literal["f32", "bf16"]
 Built = Value | dict[str, Value]
 
 
@@ -55,6 +56,7 @@ class Component(BaseModel):
 
     KIND: ClassVar[str] = ""
     ARITY: ClassVar[tuple[int, int]] = (1, 1)  # least and most inputs
+    POLICIES: ClassVar[tuple[Policy, ...]] = ("f32", "bf16")  # precisions of a model that it can be part of
 
     kind: str = ""
     name: Name = ""

@@ -30,7 +30,7 @@ from pydantic import (
 
 from wpk.ir.errors import GraphError, SpecError
 from wpk.ir.types import DType, Type, parse_type
-from wpk.zoo.component import Component, Count, Name, Reference, Size, installed_kinds, parse_component
+from wpk.zoo.component import Component, Count, Name, Policy, Reference, Size, installed_kinds, parse_component
 from wpk.zoo.problems import Problem, problems_of, raise_problems, spec_error
 from wpk.zoo.sources import Source
 from wpk.zoo.tensors import TensorEntry
@@ -124,9 +124,13 @@ class Ports(_Part):
 
 
 class Precision(_Part):
-    """f32: weights, state and arithmetic in float32."""
+    """f32: weights, state and arithmetic in float32.
 
-    policy: Literal["f32"] = "f32"
+    bf16: in components that offer it, matrices, what they multiply, and caches are bf16; products sum in f32, and
+    norms, recurrent state and the residual stream stay f32. Other components are as under f32.
+    """
+
+    policy: Policy = "f32"
 
 
 class SegmentEvents(_Part):
@@ -181,7 +185,7 @@ class ModelSpec(_Part):
 
     name: Slug
     version: Annotated[int, Field(strict=True, ge=1)]
-    task: Literal["vad", "denoise", "beat", "asr", "voice"]
+    task: Literal["vad", "denoise", "beat", "asr", "voice", "text"]
     description: Text
     licence: Licence
     reference: str = ""
@@ -201,9 +205,24 @@ class ModelSpec(_Part):
     @model_validator(mode="after")
     def _consistent(self) -> ModelSpec:
         raise_problems(
-            self.name, [*wiring_problems(self.ports, self.components), *self._port_problems(), *self._event_problems()]
+            self.name,
+            [
+                *wiring_problems(self.ports, self.components),
+                *self._port_problems(),
+                *self._precision_problems(),
+                *self._event_problems(),
+            ],
         )
         return self
+
+    def _precision_problems(self) -> list[Problem]:
+        policy = self.precision.policy
+        refusing = {part.kind: " or ".join(part.POLICIES) for part in self.components if policy not in part.POLICIES}
+        place = ("precision", "policy")
+        return [
+            Problem(place, f"kind {kind!r} has no {policy} arithmetic yet", offered, policy)
+            for kind, offered in refusing.items()
+        ]
 
     def _port_problems(self) -> list[Problem]:
         found = []
