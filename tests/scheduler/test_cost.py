@@ -14,14 +14,16 @@ from wpk.ops.requirements import Selection
 from wpk.registry import find_model
 from wpk.scheduler import cost
 from wpk.scheduler.compile import Compiled, compile_graph
-from wpk.scheduler.target import TARGETS, Target, find_target
+from wpk.scheduler.target import TARGETS, find_target
 from wpk.zoo.build import build_graph
 from wpk.zoo.catalog import Catalog
 
 # Round numbers: 1 GFLOP/s, 1 MB/s and a barrier of 1 ms.
-SLOW = Target(
-    name="slow", kind="cpu", blocks=4, memory_bytes=None, bandwidth=1e6,
-    flops=dict.fromkeys(("f32", "tf32", "bf16"), 1e9), barrier_s=1e-3, least_task_s=1e-6,
+SLOW = find_target("cpu").model_copy(
+    update={
+        "name": "slow", "blocks": 4, "bandwidth": 1e6, "flops": dict.fromkeys(("f32", "tf32", "bf16"), 1e9),
+        "barrier_s": 1e-3, "least_task_s": 1e-6,
+    }
 )  # fmt: skip
 
 
