@@ -29,7 +29,7 @@ from typing import Any
 from filelock import FileLock
 
 from wpk.ir.errors import KernelError
-from wpk.kernel.layout import THREADS
+from wpk.kernel.layout import BLOCK_THREADS, Shape, shape_of
 from wpk.ops.operator import LIBRARY
 
 ARCH = "sm_90a"  # the architecture-specific target: wgmma and bulk tensor copies need the suffix
@@ -59,12 +59,15 @@ def available() -> bool:
     return importlib.util.find_spec("numba_cuda") is not None and find_ptxas() is not None
 
 
-def build_cubin(operators: Sequence[str], folder: Path | None) -> Cubin:
+def build_cubin(operators: Sequence[str], folder: Path | None, slots: int = 1) -> Cubin:
     """The kernel for these operators (`name@version`, in the order of the opcodes), from the cache or built now.
 
     folder: the cache; None, or one that cannot be written, builds into a temporary folder that the process keeps.
+    slots: of the program; where operators are streamed, more than 64 need another kernel.
     """
-    return build_cubin_of(cubin_key(operators), lambda: kernel_ptx(operators), folder, operators=list(operators))
+    shape, names = shape_of(operators, slots), list(operators)
+    key = cubin_key(names, shape)
+    return build_cubin_of(key, lambda: kernel_ptx(names, shape), folder, operators=names, sessions=shape.sessions)
 
 
 def build_cubin_of(key: str, make_ptx: Callable[[], str], folder: Path | None, **note: object) -> Cubin:
@@ -78,14 +81,15 @@ def build_cubin_of(key: str, make_ptx: Callable[[], str], folder: Path | None, *
         return found or _build(make_ptx, place, key, note)
 
 
-def cubin_key(operators: Sequence[str]) -> str:
+def cubin_key(operators: Sequence[str], shape: Shape) -> str:
     """Digest of all that decides the machine code of the resident kernel."""
     from wpk.kernel import control, layout
     from wpk.scheduler import program
 
-    parts = [f"{name}:{_digest(name)}" for name in operators]
+    parts = [f"{name}:{_digest(name)}" for name in operators] + [repr(shape)]
     parts += [inspect.getsource(module) for module in (control, layout, program)]
-    return key_of(("ptx", "cuda_library", "resident"), parts)
+    streamed = (f"streamed/{path.stem}" for path in sorted((Path(__file__).parent / "streamed").glob("*.py")))
+    return key_of(("ptx", "cuda_library", "resident", *streamed), parts)
 
 
 def key_of(files: Sequence[str], parts: Sequence[str] = ()) -> str:
@@ -114,13 +118,13 @@ def _build(make_ptx: Callable[[], str], place: Path, key: str, note: Mapping[str
     return cubin
 
 
-def kernel_ptx(operators: Sequence[str]) -> str:
+def kernel_ptx(operators: Sequence[str], shape: Shape) -> str:
     """PTX of the resident kernel for these operators."""
     require_numba_cuda()
     with without_device():
         from wpk.kernel.resident import SIGNATURE, make_kernel
 
-        return compile_ptx(make_kernel(operators), SIGNATURE, ENTRY)
+        return compile_ptx(make_kernel(operators, shape), SIGNATURE, ENTRY)
 
 
 def compile_ptx(function: Any, signature: Any, entry: str) -> str:
@@ -141,7 +145,7 @@ def compile_ptx(function: Any, signature: Any, entry: str) -> str:
         kernel = library.get_function(name)
         library._entry_name = name
         compiler.kernel_fixup(kernel, False)
-        nvvm.set_launch_bounds(kernel, (THREADS, 1))
+        nvvm.set_launch_bounds(kernel, (BLOCK_THREADS, 1))
         text = library.get_asm_str(cc=CAPABILITY)
     return re.sub(r"(\.target sm_90)\b(?!a)", r"\1a", text.replace(name, entry))
 

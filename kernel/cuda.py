@@ -27,14 +27,13 @@ from wpk.kernel.bodies import compile_kernel
 from wpk.kernel.control import OUTPUT_EPOCH, POISON, ControlPage, Poison, aligned_bytes, set_bit
 from wpk.kernel.cubin import CAPABILITY, ENTRY, Cubin, build_cubin
 from wpk.kernel.driver import Device, Gpu, find_device
-from wpk.kernel.layout import SCRATCH_WORDS, THREADS
-from wpk.ops.attention import ATTENTION_ROWS
+from wpk.kernel.layout import BLOCK_THREADS, MAP_BYTES, SCRATCH_WORDS, THREADS, shape_of
+from wpk.kernel.plan import fence_table, scratch_bytes, stream_table, task_table, tensor_maps, transfers
 from wpk.ops.memory import view_i32
 from wpk.ops.payload import Arena
 from wpk.scheduler.program import Direction, Program
 
 Bytes = NDArray[np.uint8]
-SHARED_BYTES = 120 * 1024  # more than half of a multiprocessor's, so that no two blocks share one
 PULSE_US = 20_000  # between two heartbeats
 HEARTBEAT_S = 0.8  # without one for so long the kernel ends
 PATIENCE_NS = 50_000_000  # of the wait for an answer between two looks at the driver
@@ -98,21 +97,23 @@ class CudaKernel:
         heartbeat_s: float = HEARTBEAT_S,
         ordinal: int = 0,
         cubin: Cubin | None = None,
+        trace: bool = False,
     ) -> None:
         device = arenas.gpu.device if isinstance(arenas, DeviceArenas) else find_device(ordinal)
         require_fit(device, program)
         self.program, self.arenas, self.image, self.device = program, arenas, image, device
-        self.cubin = cubin or build_cubin(program.operators, cache)
+        self.cubin = cubin or build_cubin(program.operators, cache, program.slots)
         _, (self._exchange, pulse) = compile_kernel((), LOOPS, cache)
         self.control = ControlPage(program.slots)
         self._watch, self._pulse_end = aligned_bytes(layout.WATCH_BYTES), aligned_bytes(64)
         self._epoch, self._ahead = 0, 0  # _ahead: host's monotonic clock less the GPU's
-        self._budget_s = budget_s
+        self._budget_s, self._traced = budget_s, trace
         self._lock = threading.Lock()
         gpu = self._gpu = arenas.gpu if isinstance(arenas, DeviceArenas) else Gpu(device)
         try:
             placed = arenas if isinstance(arenas, DeviceArenas) else DeviceArenas.holding(program, gpu, arenas)
-            function = gpu.load(self.cubin.image, ENTRY, THREADS, SHARED_BYTES)
+            self._shape = shape_of(program.operators, program.slots)
+            function = gpu.load(self.cubin.image, ENTRY, BLOCK_THREADS, self._shape.shared_bytes)
             self._context = self._place(placed, budget_s, heartbeat_s)
             address = gpu.place(self._context.view(np.uint8))
             keep = (self.control, self._watch, self._pulse_end, placed.io)
@@ -121,7 +122,7 @@ class CudaKernel:
             )
             self._end = weakref.finalize(self, _stop, gpu, self.control, self._pulse_end, thread, keep)
             thread.start()
-            gpu.launch(function, program.blocks, THREADS, SHARED_BYTES, address)
+            gpu.launch(function, program.blocks, BLOCK_THREADS, self._shape.shared_bytes, address)
         except BaseException:
             self.close() if hasattr(self, "_end") else gpu.close()
             raise
@@ -169,6 +170,13 @@ class CudaKernel:
         address = int(self._addresses[arena])
         return self._gpu.read(address, self.program.arenas[arena])
 
+    def trace(self) -> NDArray[np.int64]:
+        """[waves, blocks, 2]: when each block started and ended each wave of the last beat, ns of the GPU's clock."""
+        waves, blocks = self.program.waves, self.program.blocks
+        if not self._trace:
+            return np.zeros((0, blocks, 2), np.int64)
+        return self._gpu.read(self._trace, 16 * waves * blocks).view(np.int64).reshape(waves, blocks, 2)
+
     def late_block(self) -> tuple[int, int]:
         """The block that is furthest behind, and how many barriers it has reached: the watchdog's view."""
         sync = self._gpu.read(int(self._context[layout.SYNC]), layout.sync_bytes(self.program.blocks))
@@ -185,6 +193,12 @@ class CudaKernel:
         inputs, outputs = (transfers(program, direction) for direction in (Direction.INPUT, Direction.OUTPUT))
         words = len(self.control.active)
         tasks, starts = task_table(program)
+        streams, stream_starts = stream_table(program, tasks)
+        maps = np.zeros((max(len(program.payloads), 1), MAP_BYTES), np.uint8)
+        for item in tensor_maps(program, self._shape):
+            maps[item.payload] = gpu.encode_map(addresses[item.arena] + item.offset, item.sizes, item.strides, item.box)
+        scratch = scratch_bytes(program, 4 * SCRATCH_WORDS)
+        self._trace = gpu.allocate(16 * program.waves * program.blocks) if self._traced else 0
         values = {
             "control_page": gpu.map(self.control.address, 64 + 16 * words),
             "watch": gpu.map(self._watch.ctypes.data, layout.WATCH_BYTES),
@@ -201,8 +215,8 @@ class CudaKernel:
             "reset": gpu.allocate(8 * words),
             "inputs": gpu.place(inputs.tobytes()),
             "outputs": gpu.place(outputs.tobytes()),
-            "scratch": gpu.allocate(program.blocks * THREADS * scratch_bytes(program)),
-            "scratch_bytes": scratch_bytes(program),
+            "scratch": gpu.allocate(program.blocks * THREADS * scratch),
+            "scratch_bytes": scratch,
             "input_count": len(inputs),
             "output_count": len(outputs),
             "slots": program.slots,
@@ -211,6 +225,11 @@ class CudaKernel:
             "waves": program.waves,
             "budget_ns": int(budget_s * 1e9),
             "heartbeat_ns": int(heartbeat_s * 1e9),
+            "streams": gpu.place(streams.tobytes()),
+            "stream_starts": gpu.place(stream_starts.tobytes()),
+            "maps": gpu.place(maps.tobytes()),
+            "fences": gpu.place(fence_table(program).tobytes()),
+            "trace": self._trace,
         }
         return np.array([values[name] for name in layout.CONTEXT], np.int64)
 
@@ -271,32 +290,6 @@ def require_fit(device: Device, program: Program) -> None:
             found=f"{device.capability} and {device.multiprocessors}",
             hint="Build the profile for this GPU's target, or load it with target='cpu'.",
         )
-
-
-# --- tables -------------------------------------------------------------------------------------------------------
-def task_table(program: Program) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Tasks sorted by block and wave, and [blocks, waves + 2]: each block's first task of each wave, then its end."""
-    tasks = program.tasks[np.lexsort((program.tasks["wave"], program.tasks["block"]))]
-    keys = tasks["block"].astype(np.int64) * (program.waves + 1) + tasks["wave"]
-    wanted = np.arange(program.blocks)[:, None] * (program.waves + 1) + np.arange(program.waves + 2)[None, :]
-    return tasks, np.searchsorted(keys, wanted).astype(np.int32)
-
-
-def transfers(program: Program, direction: Direction) -> NDArray[np.int64]:
-    """Offset and stride of every value of the ports of one direction."""
-    indices = sorted({index for values in program.named_ports(direction).values() for index in values})
-    rows = [(int(program.values[i]["offset"]), int(program.values[i]["stride"])) for i in indices]
-    return np.array(rows, np.int64).reshape(-1, 2)
-
-
-def scratch_bytes(program: Program) -> int:
-    """Scratch of one thread: what the most demanding phase needs for one part of one slot."""
-    needs = [4 * SCRATCH_WORDS]
-    for record in program.payloads:
-        if program.operators[record["opcode"]].partition("@")[0] == "attention":
-            heads, groups = int(record["parameter"][0]), int(record["parameter"][3])
-            needs.append(4 * (heads // groups) * (ATTENTION_ROWS + 2))
-    return -(-max(needs) // 64) * 64
 
 
 # --- the end ------------------------------------------------------------------------------------------------------

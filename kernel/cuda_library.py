@@ -25,7 +25,7 @@ from numba.cuda.np.arrayobj import populate_array
 
 from wpk.ir.errors import KernelError
 from wpk.kernel import ptx
-from wpk.kernel.layout import SCRATCH_WORDS
+from wpk.kernel.layout import SCRATCH_WORDS, THREADS
 from wpk.ops import blockwise, math32, memory, payload, simd, vector
 from wpk.ops.operator import LIBRARY
 
@@ -45,6 +45,25 @@ _CONSTANTS: dict[str, dict[str, int]] = {
 _CONSTANTS["wpk.ops.streaming"]["CHUNK"] = SCRATCH_WORDS
 
 device: Callable[..., Any] = cuda.jit(device=True, forceinline=True)
+
+
+# --- what every part of the kernel reads --------------------------------------------------------------------------
+@device
+def word(context, index):
+    """A word of the context (`wpk.kernel.layout`): the same for all blocks and all beats."""
+    return ptx.load_constant(context + 8 * index)
+
+
+@device
+def constant_32(address):
+    return np.int64(ptx.load_constant_32(address))
+
+
+@device
+def shared_base():
+    """Start of the block's shared memory, aligned to 1024 bytes, as a 32-bit address."""
+    everything = cuda.shared.array(0, types.uint8)
+    return np.int32((ptx.shared_address(everything) + np.int32(1023)) & np.int32(~1023))
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -169,7 +188,7 @@ def _thread_index():
 
 @device
 def _thread_count():
-    return np.int64(ptx.thread_count())
+    return np.int64(THREADS)
 
 
 _OVERRIDES: dict[Any, Any] = {
@@ -278,14 +297,22 @@ def _activate_in_place(address, n, code):
         values[i] = _activate_code(code, values[i])
 
 
+activate_code = _activate_code
+address, parameter, parameter_f32, present, operand_i32 = (
+    _address, _parameter, _parameter_f32, _present, _operand_i32,
+)  # fmt: skip
 _OVERRIDES |= {blockwise.activate: _activate, simd.activate_in_place: _activate_in_place}
-_is_live = translate(blockwise.is_live)
+is_live = translate(blockwise.is_live)
 
 
 # --- bodies -------------------------------------------------------------------------------------------------------
 def block_body(name: str) -> Any:
     """The device function of operator `name@version`, with the signature of `wpk.ops.blockwise`."""
+    from wpk.kernel.streamed.norms import BODIES
+
     operator, _, version = name.partition("@")
+    if operator in BODIES:
+        return BODIES[operator]
     own = LIBRARY.body(operator, int(version), "cuda")
     if own is not None:
         return device(rebind(own.function))
@@ -306,7 +333,7 @@ def _by_threads(function: Callable[..., None]) -> Any:
         first, parts = part_lo * grain, (part_hi - part_lo) * grain
         for unit in range(_thread_index(), (slot_hi - slot_lo) * parts, _thread_count()):
             slot, part = slot_lo + unit // parts, first + unit % parts
-            if _is_live(live, slot):
+            if is_live(live, slot):
                 inner(record, arenas, slot, slot + 1, part, part + 1, scratch)
 
     return by_threads

@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,6 +202,23 @@ class Gpu:
     def settle(self) -> None:
         """Wait for all that was begun."""
         call("cuStreamSynchronize", self.copy_stream)
+
+    def encode_map(self, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Bytes:
+        """A tensor map (128 bytes) of bf16: innermost dimension first, strides in bytes of all but that one.
+
+        Boxes are put into shared memory in 128-byte swizzle; what lies outside the tensor is zero.
+        """
+        driver = _driver()
+        none, kinds = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE, driver.CUtensorMapDataType
+        made = call(
+            "cuTensorMapEncodeTiled", kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(sizes), address,
+            [driver.cuuint64_t(n) for n in sizes], [driver.cuuint64_t(n) for n in strides],
+            [driver.cuuint32_t(n) for n in box], [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, none,
+        )  # fmt: skip
+        return np.frombuffer(ctypes.string_at(int(made.getPtr()), 128), np.uint8)
 
     # --- the kernel ---------------------------------------------------------------------------------------------
     def load(self, image: bytes, entry: str, threads: int, shared_bytes: int) -> Any:

@@ -4,11 +4,20 @@ The *context* is an array of 64-bit words in device memory that is constant duri
 kernel's one argument. The *sync* page (device memory) holds what blocks share, the *watch* page (host memory, mapped)
 what host and kernel tell each other beside the control record. Words that different parties write are on cache lines
 of their own.
+
+A block has THREADS consumer threads, which run the bodies, and one warp more, whose first thread is the *producer*: it
+waits for the other blocks and for the host, and streams what streamed operators read through a ring of stages in
+shared memory (`Shape`).
 """
 
 from __future__ import annotations
 
-THREADS = 256  # of a block
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+THREADS = 256  # of a block, that run bodies
+BLOCK_THREADS = THREADS + 32  # with the producer's warp
+WARPS = THREADS // 32
 LINE = 128  # bytes, the GPU's cache line
 SCRATCH_WORDS = 64  # of a thread's scratch that a body which moves memory through it may take at a time
 
@@ -38,11 +47,16 @@ CONTEXT = (
     "waves",
     "budget_ns",  # the longest wait within a beat
     "heartbeat_ns",  # the longest that the host may not stir
+    "streams",  # i32 [entries][4], block by block: a streamed task, its wave, the wave its early bytes wait for, 0
+    "stream_starts",  # i32 [blocks + 1]: a block's first entry
+    "maps",  # a tensor map of 128 bytes for each payload
+    "fences",  # i32 [waves]: 1 where a wave writes what a copy engine will read
+    "trace",  # i64 [waves][blocks][2]: when each block started and ended each wave of the last beat, ns; or 0
 )
 (
     CONTROL_PAGE, WATCH, SYNC, PAYLOADS, TASKS, STARTS, ARENAS, STATE, IO, HOST_IO, IMAGE, ACTIVE, RESET, INPUTS,
     OUTPUTS, SCRATCH, SCRATCH_BYTES, INPUT_COUNT, OUTPUT_COUNT, SLOTS, MASK_WORDS, SLAB, WAVES, BUDGET_NS,
-    HEARTBEAT_NS,
+    HEARTBEAT_NS, STREAMS, STREAM_STARTS, MAPS, FENCES, TRACE,
 ) = range(len(CONTEXT))  # fmt: skip
 
 # Sync page.
@@ -59,7 +73,69 @@ WATCH_BYTES = 2 * LINE
 
 TRANSFER_BYTES = 16  # a row of a table of transfers
 COPY_BYTES = 16  # moved at a time between host and device memory
+STREAM_BYTES, MAP_BYTES = 16, 128
 
 
 def sync_bytes(blocks: int) -> int:
     return ARRIVED + 8 * blocks
+
+
+# --- shared memory ------------------------------------------------------------------------------------------------
+PRODUCTS = ("tiled_matmul", "mamba2_projection", "qkv_projection", "argmax_projection")
+STREAMED = (*PRODUCTS, "mamba2_step", "attention_parts")  # operators whose operands go through the ring
+SHARED_LIMIT = 227 * 1024  # bytes that a block may have on compute capability 9.0
+TILE_ROWS = 176  # rows of a weight in a stage, at most: 22 groups of 8
+CHUNK_BYTES = 128  # of a row in a stage: 64 columns of bf16
+CACHE_STAGE = 32 * 1024  # bytes of a cache in a stage
+MOST_STAGES = 15
+
+# From the start of shared memory, which is aligned to 1024 bytes.
+FULL, EMPTY = 0, 128  # an mbarrier of 8 bytes for each stage
+OPENED, ENDED = 256, 264  # the mbarrier that tells consumers that a wave may start; not 0: the kernel ends
+SEEN = 272  # u64, block 0: the epoch of this beat
+REDUCTION = 512  # 512 bytes for sums over a block
+FACTORS = 1024  # f32 of each session of a product's tile
+RING = 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel uses its shared memory. sessions: of a product's tile, 64 or 128; 0 where nothing is streamed."""
+
+    sessions: int
+
+    @property
+    def stage_bytes(self) -> int:
+        return max(CACHE_STAGE, TILE_ROWS * CHUNK_BYTES + self.sessions * CHUNK_BYTES)
+
+    @property
+    def staged_columns(self) -> int:
+        """Results of a session that are staged at a time, with room that keeps rows on different banks."""
+        return TILE_ROWS + 8 if self.sessions == 64 else TILE_ROWS // 2 + 8
+
+    @property
+    def staging_bytes(self) -> int:
+        """Where a product's results lie between the tensor cores and the epilogue."""
+        return self.sessions * self.staged_columns * 4
+
+    @property
+    def stages(self) -> int:
+        if not self.sessions:
+            return 0
+        room = SHARED_LIMIT - 1024 - RING - self.staging_bytes
+        return min(MOST_STAGES, room // self.stage_bytes)
+
+    @property
+    def staging(self) -> int:
+        return RING + self.stages * self.stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory to ask for: always more than half of what there is, so that no two blocks share."""
+        return max(120 * 1024, 1024 + self.staging + self.staging_bytes)
+
+
+def shape_of(operators: Sequence[str], slots: int) -> Shape:
+    """The shape for a program's operators (`name@version`) and slots."""
+    streamed = any(name.partition("@")[0] in STREAMED for name in operators)
+    return Shape(0 if not streamed else 64 if slots <= 64 else 128)

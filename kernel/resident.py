@@ -1,6 +1,6 @@
 """The resident kernel: launched once, one block a multiprocessor, it runs a program beat after beat.
 
-    block 0 waits for the host's input epoch                                         } barrier
+    block 0's producer waits for the host's input epoch                              } barrier
     all: inputs into device memory; block 0: the masks                               } barrier
     where there are slots to reset, all: the initial image into their state          } barrier
     all: the tasks of wave 0                                                         } barrier
@@ -8,9 +8,11 @@
     block 0: outputs into host memory, time stamps, the output epoch
 
 Every block takes part in every barrier: one counter that only grows, so a late block can't take a stale value for a
-new one. The counter also carries the end: `STOPPED` is a bit far above any count, set by whoever ends the kernel, and
-every wait sees it at its next look. Waits within a beat are bounded by a budget of time; the wait for the next
-beat is bounded by the host's heartbeat. Memory that blocks pass to each other is ordered by the counter alone.
+new one. One thread a block, the producer, polls it; the consumers wait in shared memory until the producer opens the
+next wave. While it waits, the producer fills the ring with what later waves stream (`wpk.kernel.streamed`). The
+counter also carries the end: `STOPPED` is a bit far above any count, set by whoever ends the kernel, and every wait
+sees it at its next look. Waits within a beat are bounded by a budget of time; the wait for the next beat is bounded by
+the host's heartbeat. Memory that blocks pass to each other is ordered by the counter alone.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.control import CONTROL, END_NS, INPUT_EPOCH, OUTPUT_EPOCH, POISON, STALLED, START_NS
-from wpk.kernel.cuda_library import _view_i64, block_body, device, switch
+from wpk.kernel.cuda_library import _view_i64, block_body, constant_32, device, shared_base, switch, word
 from wpk.kernel.layout import (
     ACTIVE,
     ARENAS,
@@ -32,6 +35,10 @@ from wpk.kernel.layout import (
     CONTROL_PAGE,
     COPY_BYTES,
     COUNTER,
+    EMPTY,
+    ENDED,
+    FENCES,
+    FULL,
     HEARTBEAT,
     HEARTBEAT_NS,
     HOST_IO,
@@ -42,12 +49,14 @@ from wpk.kernel.layout import (
     LATE_BLOCK,
     LOST,
     MASK_WORDS,
+    OPENED,
     OUTPUT_COUNT,
     OUTPUTS,
     PAYLOADS,
     RESET,
     SCRATCH,
     SCRATCH_BYTES,
+    SEEN,
     SLAB,
     SLOTS,
     STARTS,
@@ -56,25 +65,25 @@ from wpk.kernel.layout import (
     SYNC,
     TASKS,
     THREADS,
+    TRACE,
     TRANSFER_BYTES,
+    WARPS,
     WATCH,
     WAVES,
     WORK,
+    Shape,
 )  # fmt: skip
+from wpk.kernel.streamed import bodies
+from wpk.kernel.streamed.ring import CURSOR_WORDS, ITEM, make_producer
 from wpk.ops.payload import PAYLOAD
 from wpk.scheduler.program import TASK
 
+i32 = np.int32
 TASK_BYTES, PAYLOAD_BYTES, MASKS = TASK.itemsize, PAYLOAD.itemsize, CONTROL.itemsize
 POISON_STALLED = 3
 LOOK_AT_HOST = 32  # barriers between two looks of block 0 at the host's poison word, a microsecond each
 SPINS = 32  # polls of the counter between two readings of the clock, about 20 us
 SIGNATURE = types.void(types.int64)
-
-
-@device
-def word(context, index):
-    """A word of the context (`wpk.kernel.layout`): the same for all blocks and all beats."""
-    return ptx.load_constant(context + 8 * index)
 
 
 @device
@@ -85,11 +94,6 @@ def index_of_thread():
 @device
 def index_of_block():
     return np.int64(ptx.block_index())
-
-
-@device
-def constant_32(address):
-    return np.int64(ptx.load_constant_32(address))
 
 
 # --- the end ------------------------------------------------------------------------------------------------------
@@ -114,7 +118,7 @@ def report_stall(context, target, wave):
     stop(context)
 
 
-# --- waits; by one thread of a block ------------------------------------------------------------------------------
+# --- waits of the producer ----------------------------------------------------------------------------------------
 @device
 def await_host(context, seen):
     """The next input epoch; 0 when the kernel is to end: poisoned, or the host has not stirred for too long."""
@@ -136,6 +140,14 @@ def await_host(context, seen):
                     ptx.store_relaxed_sys_32(watch + LOST, np.int32(1))
                     ptx.store_relaxed_sys_32(control + POISON, np.int32(POISON_STALLED))
                     return np.int64(0)
+
+
+@device
+def arrive_alone(context, target):
+    """The producer's own arrival at a barrier that no consumer has work before."""
+    sync = word(context, SYNC)
+    ptx.add_release_gpu(sync + COUNTER, 1)
+    ptx.store_relaxed_gpu(sync + ARRIVED + 8 * index_of_block(), target)
 
 
 @device
@@ -170,10 +182,28 @@ def await_blocks(context, target, wave, idle, look):
     return np.int32(1) if value >= STOPPED else np.int32(0)
 
 
-# --- the grid barrier: `arrive`, then `depart`; all threads of a block --------------------------------------------
 @device
-def arrive(context, target):
-    """What this block wrote before, all blocks may read after they depart. Loads between the two are for nothing."""
+def open_wave(base):
+    """Let the block's consumers go on."""
+    ptx.mbarrier_arrive(i32(base + i32(OPENED)))
+
+
+@device
+def end_consumers(base):
+    """Let them go on to the end: every wait of theirs looks at this word."""
+    ptx.shared_store_32(i32(base + i32(ENDED)), i32(1))
+    open_wave(base)
+
+
+# --- the consumers' side ------------------------------------------------------------------------------------------
+@device
+def arrive(context, target, fence):
+    """What this block wrote before, all blocks may read once the wave after it is open.
+
+    fence: a copy engine will read it.
+    """
+    if fence:
+        ptx.fence_async()
     ptx.barrier()
     if ptx.thread_index() == 0:
         sync = word(context, SYNC)
@@ -182,12 +212,12 @@ def arrive(context, target):
 
 
 @device
-def depart(context, target, wave, idle, look):
-    """Wait for all blocks. Not 0 when the kernel is to end."""
-    ended = np.int32(0)
-    if ptx.thread_index() == 0:
-        ended = await_blocks(context, target, wave, idle, look)
-    return ptx.barrier_or(ended)
+def await_open(base, parity):
+    """Wait until the producer opens the next wave; true when the kernel is to end."""
+    while ptx.mbarrier_try(i32(base + i32(OPENED)), parity) == 0:
+        if ptx.shared_load_32(i32(base + i32(ENDED))) != 0:
+            break
+    return ptx.shared_load_32(i32(base + i32(ENDED))) != 0
 
 
 # --- between beats ------------------------------------------------------------------------------------------------
@@ -253,75 +283,93 @@ def transfer_row(table, port):
 
 
 # --- a beat -------------------------------------------------------------------------------------------------------
-def make_wave(operators: Sequence[str]) -> Any:
-    """The device function that runs a block's tasks of a wave, for these operators in the order of their opcodes."""
+def make_wave(operators: Sequence[str], shape: Shape) -> Any:
+    """The device function that runs a block's tasks of a wave, for these operators in the order of their opcodes.
+
+    It takes and returns the number of items that have come through the ring.
+    """
+    names = [name.partition("@")[0] for name in operators]
+    plain = {c: block_body(n) for c, n in enumerate(operators) if names[c] not in bodies.STREAMED}
     arguments = "record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch"
-    dispatch = switch("dispatch", {code: block_body(name) for code, name in enumerate(operators)}, arguments)
+    dispatch = switch("dispatch", plain, arguments)
+    consume = bodies.make_consume(names, shape)
 
     @device
-    def run_wave(context, first, last, scratch):
+    def run_wave(context, first, last, scratch, base, item):
         arenas, live = word(context, ARENAS), word(context, ACTIVE)
         for index in range(first, last):
             task = word(context, TASKS) + TASK_BYTES * index
             record = word(context, PAYLOADS) + PAYLOAD_BYTES * constant_32(task)
-            dispatch(
-                constant_32(record) & 0xFFFF, record, arenas, constant_32(task + 12), constant_32(task + 16),
-                constant_32(task + 20), constant_32(task + 24), live, scratch,
-            )  # fmt: skip
+            code = constant_32(record) & 0xFFFF
+            slot_lo, slot_hi = constant_32(task + 12), constant_32(task + 16)
+            part_lo, part_hi = constant_32(task + 20), constant_32(task + 24)
+            dispatch(code, record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch)
+            item = consume(code, record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, base, item)
+        return item
 
     return run_wave
 
 
-def make_kernel(operators: Sequence[str]) -> Callable[..., None]:
-    """The kernel specialised to a program's operator table; its one argument is the address of the context."""
-    run_wave = make_wave(operators)
+@device
+def stamp(context, wave, which):
+    """When this block started or ended a wave, where somebody wants to know."""
+    trace = word(context, TRACE)
+    if trace != 0 and ptx.thread_index() == 0:
+        place = trace + 16 * (wave * np.int64(ptx.block_count()) + index_of_block()) + 8 * which
+        _view_i64(place, 1)[0] = ptx.global_timer()
 
-    def resident(context):
+
+def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
+    """What the consumer threads of a block do."""
+    run_wave = make_wave(operators, shape)
+    streams = shape.stages > 0
+
+    @device
+    def consumer(context, base):
         block, blocks, thread = index_of_block(), np.int64(ptx.block_count()), index_of_thread()
         scratch = word(context, SCRATCH) + (block * THREADS + thread) * word(context, SCRATCH_BYTES)
         # Work that all blocks share is dealt out by warps, so that little work is spread over many blocks.
         everyone, all_threads = ((thread >> 5) * blocks + block) * 32 + (thread & 31), blocks * THREADS
-        control, waves = word(context, CONTROL_PAGE), word(context, WAVES)
+        control, waves, fences = word(context, CONTROL_PAGE), word(context, WAVES), word(context, FENCES)
         starts = word(context, STARTS) + 4 * (waves + 2) * block
-        target, seen, started = np.int64(0), np.int64(0), np.int64(0)
+        target, item, parity = np.int64(0), np.int64(0), i32(0)
         while True:
-            if block == 0:
-                ended = np.int32(0)
-                if thread == 0:
-                    seen = await_host(context, seen)
-                    started = ptx.global_timer()
-                    if seen == 0:
-                        stop(context)
-                        ended = np.int32(1)
-                if ptx.barrier_or(ended) != 0:
-                    return
             target += blocks
-            arrive(context, target)
-            if depart(context, target, 0, block != 0, False) != 0:
+            ended = await_open(base, parity)
+            parity = i32(parity ^ i32(1))
+            if ended:
                 return
+            started = ptx.global_timer()
             if block == 0:
                 copy_masks(context)
             fetch_inputs(context, everyone, all_threads)
             target += blocks
-            arrive(context, target)
+            arrive(context, target, streams)
             first, last = np.int64(ptx.load_early_32(starts)), np.int64(ptx.load_early_32(starts + 4))
-            if depart(context, target, 0, False, False) != 0:
+            ended = await_open(base, parity)
+            parity = i32(parity ^ i32(1))
+            if ended:
                 return
             work = _view_i64(word(context, SYNC) + WORK, 1)[0]
             if work & 2 != 0:
                 reset_slots(context, everyone, all_threads)
                 target += blocks
-                arrive(context, target)
-                if depart(context, target, 0, False, False) != 0:
+                arrive(context, target, streams)
+                ended = await_open(base, parity)
+                parity = i32(parity ^ i32(1))
+                if ended:
                     return
             if work & 1 != 0:
                 for wave in range(waves):
-                    run_wave(context, first, last, scratch)
+                    stamp(context, wave, 0)
+                    item = run_wave(context, first, last, scratch, base, item)
+                    stamp(context, wave, 1)
                     target += blocks
-                    arrive(context, target)
+                    arrive(context, target, constant_32(fences + 4 * wave) != 0)
                     following = ptx.load_early_32(starts + 4 * (wave + 2))
-                    look = block == 0 and wave % LOOK_AT_HOST == LOOK_AT_HOST - 1
-                    if depart(context, target, wave, False, look) != 0:
+                    ended = await_open(base, parity)
+                    parity = i32(parity ^ i32(1))
+                    if ended:
                         return
                     first, last = last, np.int64(following)
             if block == 0:
@@ -331,6 +379,98 @@ def make_kernel(operators: Sequence[str]) -> Callable[..., None]:
                 if thread == 0:
                     ptx.store_relaxed_sys(control + START_NS, started)
                     ptx.store_relaxed_sys(control + END_NS, ptx.global_timer())
-                    ptx.store_release_sys(control + OUTPUT_EPOCH, seen)
+                    low = np.int64(ptx.shared_load_32(i32(base + i32(SEEN))))
+                    high = np.int64(ptx.shared_load_32(i32(base + i32(SEEN + 4))))
+                    ptx.store_release_sys(control + OUTPUT_EPOCH, (low & 0xFFFFFFFF) | high << 32)
+
+    return consumer
+
+
+def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
+    """What the producer thread of a block does."""
+    names = [name.partition("@")[0] for name in operators]
+    streams = shape.stages > 0
+    start_beat, fill_ahead, serve_wave = make_producer(shape, *bodies.producer_parts(names))
+
+    @device
+    def producer(context, base):
+        block, blocks = index_of_block(), np.int64(ptx.block_count())
+        waves = word(context, WAVES)
+        counter = word(context, SYNC) + COUNTER
+        target, seen = np.int64(0), np.int64(0)
+        early = cuda.local.array(CURSOR_WORDS, types.int64)
+        late = cuda.local.array(CURSOR_WORDS, types.int64)
+        early[ITEM], late[ITEM] = 0, 0
+        policy = ptx.evict_first()
+        while True:
+            if block == 0:
+                seen = await_host(context, seen)
+                if seen == 0:
+                    stop(context)
+                    end_consumers(base)
+                    return
+                ptx.shared_store_32(i32(base + i32(SEEN)), i32(seen))
+                ptx.shared_store_32(i32(base + i32(SEEN + 4)), i32(seen >> 32))
+            target += blocks
+            arrive_alone(context, target)
+            if await_blocks(context, target, 0, block != 0, False) != 0:
+                end_consumers(base)
+                return
+            open_wave(base)
+            target += blocks
+            if await_blocks(context, target, 0, False, False) != 0:
+                end_consumers(base)
+                return
+            work = ptx.load_relaxed_gpu(word(context, SYNC) + WORK)
+            open_wave(base)
+            if work & 2 != 0:
+                target += blocks
+                if await_blocks(context, target, 0, False, False) != 0:
+                    end_consumers(base)
+                    return
+                open_wave(base)
+            if work & 1 != 0:
+                if streams:
+                    ptx.fence_async()
+                    start_beat(context, early, block)
+                    start_beat(context, late, block)
+                for wave in range(waves):
+                    target += blocks
+                    if streams:
+                        serve_wave(context, early, late, wave, base, policy)
+                        while ptx.load_acquire_gpu(counter) < target:
+                            if fill_ahead(context, early, wave, base, policy) == 0:
+                                break
+                    look = block == 0 and wave % LOOK_AT_HOST == LOOK_AT_HOST - 1
+                    if await_blocks(context, target, wave, False, look) != 0:
+                        end_consumers(base)
+                        return
+                    open_wave(base)
+                    if streams:
+                        ptx.fence_async()
+
+    return producer
+
+
+def make_kernel(operators: Sequence[str], shape: Shape) -> Callable[..., None]:
+    """The kernel specialised to a program's operator table; its one argument is the address of the context."""
+    consumer, producer = make_consumer(operators, shape), make_producer_loop(operators, shape)
+    stages = shape.stages
+
+    def resident(context):
+        thread, base = ptx.thread_index(), shared_base()
+        if thread == 0:
+            for stage in range(stages):
+                ptx.mbarrier_init(i32(base + i32(FULL + 8 * stage)), i32(1))
+                ptx.mbarrier_init(i32(base + i32(EMPTY + 8 * stage)), i32(WARPS))
+            ptx.mbarrier_init(i32(base + i32(OPENED)), i32(1))
+            ptx.shared_store_32(i32(base + i32(ENDED)), i32(0))
+            ptx.fence_async()
+        ptx.block_barrier()
+        if thread >= THREADS:
+            if thread == THREADS:
+                producer(context, base)
+        else:
+            consumer(context, base)
 
     return resident

@@ -125,6 +125,7 @@ class Operator:
     alias: ClassVar[Mapping[int, int]] = {}  # result -> operand whose storage it must share
     inplace: ClassVar[Mapping[int, int]] = {}  # result -> operand whose storage it may share, element by element
     fused: ClassVar[str | None] = None  # where this is the epilogue of a tiled product: the operator that is both
+    task_slots: ClassVar[int] = 1 << 16  # most slots that a task may cover: what a GPU's tile of a product holds
     semantic_parameters: ClassVar[Mapping[int, Domain]] = {}  # words that change no byte touched, and what they may be
 
     # --- meaning ------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Placement: the share of each phase that each block of the target runs.
 
-A phase with weights is cut by parts (rows of the weight) first, so that each block streams its own rows once for
-all sessions; any other phase by sessions. A share shorter than the target's least task is not worth a block.
+A phase that is mostly weights is cut by parts (rows of the weight), so that each block streams its own rows once for
+all sessions. What is mostly state is cut into equal runs of parts, slot after slot; anything else into a grid of slots
+and parts, or, on targets whose bodies take many sessions at once, by sessions. A share shorter than the target's least
+task is not worth a block.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from wpk.scheduler.program import Role
 from wpk.scheduler.target import Target
 
 Range = tuple[int, int]
+Rectangle = tuple[Range, Range]  # slots, parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,11 @@ def place(lowered: Lowered, waves: Sequence[int], slots: int, target: Target) ->
         for phase in phases:
             pieces = split(phase, slots, target, _has_weights(phase, lowered))
             seconds = phase_seconds(phase, slots, target) / len(pieces)
-            shares += [(seconds, phase.index, s, p) for s, p in pieces]
-        for seconds, index, slot_range, part_range in sorted(shares, key=lambda s: (-s[0], *s[1:])):
+            shares += [(seconds, phase.index, piece) for piece in pieces]
+        for seconds, index, piece in sorted(shares, key=lambda s: (-s[0], *s[1:])):
             block = load.index(min(load))
             load[block] += seconds
-            tasks.append(Task(index, wave, block, slot_range, part_range))
+            tasks += [Task(index, wave, block, slot_range, part_range) for slot_range, part_range in piece]
     return tuple(sorted(tasks, key=lambda t: (t.wave, t.block, t.phase, t.slots, t.parts)))
 
 
@@ -59,17 +62,60 @@ def predicted_seconds(lowered: Lowered, tasks: Sequence[Task], slots: int, targe
     return sum(max(blocks.values()) + target.barrier_s for blocks in load.values())
 
 
-def split(phase: Phase, slots: int, target: Target, weights: bool) -> list[tuple[Range, Range]]:
-    """(slots, parts) rectangles that cover a phase, at most one a block."""
+def split(phase: Phase, slots: int, target: Target, weights: bool) -> list[list[Rectangle]]:
+    """A phase as shares, at most one a block, each of one or a few (slots, parts) rectangles."""
     worth = int(phase_seconds(phase, slots, target) / target.least_task_s)
     wanted = max(1, min(target.blocks, worth))
+    most = phase.operator.task_slots
+    if target.cut == "slots":
+        by_part, by_slot = _by_slots(phase.parts, slots, wanted, weights)
+        return [[r] for r in _grid(phase.parts, slots, by_part, max(by_slot, -(-slots // most)))]
+    cost = phase.operator.cost(*phase.types)
+    if cost.weight_bytes > slots * (cost.activation_bytes + cost.state_bytes):
+        # Every block streams its own rows of the weight, once for each tile of sessions.
+        tiles = -(-slots // most)
+        return [[(s, p) for s in _cut(slots, tiles)] for p in _cut(phase.parts, min(phase.parts, wanted))]
+    if cost.state_bytes > cost.activation_bytes:
+        return _runs(phase.parts, slots, wanted)
+    return [[r] for r in _grid(phase.parts, slots, *_even_grid(phase.parts, slots, wanted))]
+
+
+def _by_slots(parts: int, slots: int, wanted: int, weights: bool) -> tuple[int, int]:
+    """Cuts of (parts, slots) that keep a body's sessions together."""
     if weights:
-        by_part = min(phase.parts, wanted)
-        by_slot = min(slots, wanted // by_part)
-    else:
-        by_slot = min(slots, wanted)
-        by_part = min(phase.parts, wanted // by_slot)
-    return [(s, p) for p in _cut(phase.parts, by_part) for s in _cut(slots, by_slot)]
+        by_part = min(parts, wanted)
+        return by_part, min(slots, wanted // by_part)
+    by_slot = min(slots, wanted)
+    return min(parts, wanted // by_slot), by_slot
+
+
+def _even_grid(parts: int, slots: int, wanted: int) -> tuple[int, int]:
+    """Cuts of (parts, slots) whose largest rectangle is least; of equal ones that with the fewest."""
+    choices = ((p, min(slots, wanted // p)) for p in range(1, min(parts, wanted) + 1))
+    return min(choices, key=lambda c: (-(-parts // c[0]) * -(-slots // c[1]), c[0] * c[1]))
+
+
+def _grid(parts: int, slots: int, by_part: int, by_slot: int) -> list[Rectangle]:
+    return [(s, p) for p in _cut(parts, by_part) for s in _cut(slots, by_slot)]
+
+
+def _runs(parts: int, slots: int, wanted: int) -> list[list[Rectangle]]:
+    """Equal runs of the parts of one slot after the other: each the end of a slot, whole slots, the start of one."""
+    shares = []
+    for first, end in _cut(slots * parts, wanted):
+        share: list[Rectangle] = []
+        while first < end:
+            slot, part = divmod(first, parts)
+            if part or end - first < parts:
+                stop = min(parts, part + end - first)
+                share.append(((slot, slot + 1), (part, stop)))
+                first += stop - part
+            else:
+                whole = (end - first) // parts
+                share.append(((slot, slot + whole), (0, parts)))
+                first += whole * parts
+        shares.append(share)
+    return [share for share in shares if share]
 
 
 def _cut(size: int, pieces: int) -> list[Range]:

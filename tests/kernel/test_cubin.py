@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from wpk.kernel.cubin import ARCH, CAPABILITY, ENTRY, Cubin, available, build_cubin, cubin_key, read_report
-from wpk.kernel.layout import CONTEXT, LINE, STOPPED, THREADS, sync_bytes
+from wpk.kernel.layout import BLOCK_THREADS, CONTEXT, LINE, STOPPED, shape_of, sync_bytes
 from wpk.ops import LIBRARY
 from wpk.ops.operator import Operator
 from wpk.ops.requirements import Selection
@@ -104,7 +104,7 @@ def test_the_ptx_is_for_the_target_and_fuses_only_the_products_of_matmul() -> No
 
     text = kernel_ptx(("add@1", "affine@1", "magnitude@1", "sigmoid@1"))
     assert re.search(rf"^\.target {ARCH}$", text, re.M)
-    assert f".visible .entry {ENTRY}(" in text and f".maxntid {THREADS}, 1, 1" in text
+    assert f".visible .entry {ENTRY}(" in text and f".maxntid {BLOCK_THREADS}, 1, 1" in text
     assert "fma" not in text and not re.search(r"\b(mul|add|sub)\.f32", text)  # without .rn, ptxas might fuse
     assert not re.search(r"\b(approx|ftz)\b", text)
     assert "fma.rn.f32" in kernel_ptx(SMALL)

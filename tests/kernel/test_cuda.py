@@ -24,9 +24,10 @@ from wpk.kernel.atomics import load_acquire, monotonic_ns, store_release
 from wpk.kernel.control import Poison
 from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cubin import ENTRY, build_cubin
-from wpk.kernel.cuda import SHARED_BYTES, CudaKernel, scratch_bytes, task_table, transfers
+from wpk.kernel.cuda import CudaKernel
+from wpk.kernel.plan import scratch_bytes, task_table, transfers
 from wpk.kernel.driver import Gpu, find_device
-from wpk.kernel.layout import THREADS
+from wpk.kernel.layout import BLOCK_THREADS, SHARED_LIMIT
 from wpk.ops.payload import Arena
 from wpk.registry.load import open_weights
 from wpk.registry.loading import fill_arenas
@@ -61,7 +62,7 @@ def test_every_port_is_carried_between_host_and_device_whole() -> None:
         rows = transfers(program, direction)
         assert len(rows) == sum(len(v) for v in program.named_ports(direction).values())
         assert (rows % 16 == 0).all() and (rows[:, 0] + rows[:, 1] * program.slots <= program.arenas[Arena.IO]).all()
-    assert scratch_bytes(program) % 64 == 0
+    assert scratch_bytes(program, 256) % 64 == 0
 
 
 def test_without_a_gpu_the_cpu_is_offered() -> None:
@@ -333,10 +334,10 @@ def test_a_grid_that_cannot_be_resident_at_once_is_refused() -> None:
     cubin = build_cubin(compiled("small").program.operators, settings().kernels)
     gpu = Gpu(find_device())
     try:
-        function = gpu.load(cubin.image, ENTRY, THREADS, SHARED_BYTES)
+        function = gpu.load(cubin.image, ENTRY, BLOCK_THREADS, SHARED_LIMIT)
         with pytest.raises(KernelError, match="TOO_LARGE"):
-            gpu.launch(function, gpu.device.multiprocessors + 1, THREADS, SHARED_BYTES, 0)
+            gpu.launch(function, gpu.device.multiprocessors + 1, BLOCK_THREADS, SHARED_LIMIT, 0)
         with pytest.raises(KernelError, match="cuFuncSetAttribute failed"):
-            gpu.load(cubin.image, ENTRY, THREADS, 1 << 20)
+            gpu.load(cubin.image, ENTRY, BLOCK_THREADS, 1 << 20)
     finally:
         gpu.close()

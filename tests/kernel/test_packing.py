@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernel.host_gpu import HostGpu, pack_on_host, packer
+from wpk.ir.errors import KernelError
+from wpk.kernel import cubin
 from wpk.kernel.cubin import available
 from wpk.kernel.driver import Gpu, find_device
 from wpk.kernel.packing import Packer, Synthetic, Target, build_packing
@@ -212,6 +215,20 @@ def test_the_kernel_is_built_without_a_gpu_and_fuses_nothing() -> None:
     assert made.image[:4] == b"\x7fELF" and made.spill_bytes == 0 and made.stack_bytes == 0
     text = packing_ptx()
     assert f".visible .entry {ENTRY}(" in text and "fma" not in text
+
+
+@pytest.mark.skipif(not available(), reason="numba-cuda or ptxas is not installed")
+def test_a_machine_without_compilers_takes_what_another_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build_packing(tmp_path)
+    monkeypatch.setattr(cubin, "can_build", lambda: False)
+    monkeypatch.setattr(cubin, "ptxas_version", lambda: "none")
+    found = build_packing(tmp_path)
+    assert found.cached and found.path == made.path
+    monkeypatch.setattr(cubin, "require_numba_cuda", lambda: None)
+    monkeypatch.setattr(cubin, "find_ptxas", lambda: None)
+    made.path.write_bytes(b"damaged")
+    with pytest.raises(KernelError, match="ptxas is not installed"):
+        build_packing(tmp_path)
 
 
 @pytest.mark.gpu

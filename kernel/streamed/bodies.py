@@ -1,0 +1,56 @@
+"""Which GPU body belongs to which operator: the tables that the kernel's dispatch is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from wpk.kernel.cuda_library import device, switch
+from wpk.kernel.layout import STREAMED, Shape
+from wpk.kernel.streamed import attention, norms, product, state
+from wpk.kernel.streamed.ring import CACHE_KIND, STATE_KIND
+
+KINDS = {**product.KINDS, "mamba2_step": STATE_KIND, "attention_parts": CACHE_KIND}
+PLAIN = norms.BODIES  # not streamed, but written for a whole block
+assert set(KINDS) == set(STREAMED)
+
+
+def _kind_of(names: Sequence[str]) -> Any:
+    """The device function opcode -> kind, -1 where the operator is not streamed."""
+    codes = {code: KINDS[name] for code, name in enumerate(names) if name in KINDS}
+    lines = ["def kind_of(code):"]
+    lines += [f"    if code == {code}:\n        return {kind}" for code, kind in codes.items()]
+    space: dict[str, Any] = {}
+    exec("\n".join([*lines, "    return -1"]), space)
+    return device(space["kind_of"])
+
+
+def make_consume(names: Sequence[str], shape: Shape) -> Any:
+    """The device function that runs a task where its operator is streamed; the count of items after it."""
+    kinds = frozenset(KINDS[name] for name in names if name in KINDS)
+    kind_of = _kind_of(names)
+    products = frozenset(kinds & set(product.KINDS.values()))
+    multiply = product.make_consume(shape, products) if products else None
+    advance = state.make_consume(shape) if STATE_KIND in kinds else None
+    attend = attention.make_consume(shape) if CACHE_KIND in kinds else None
+    task = "record, arenas, slot_lo, slot_hi, part_lo, part_hi"
+    lines = [f"def consume(code, {task}, live, base, item):", "    kind = kind_of(code)"]
+    if multiply is not None:
+        lines += [
+            f"    if kind >= 0 and kind < {STATE_KIND}:",
+            f"        return multiply(kind, {task}, base, item)",
+        ]
+    for kind, name, body in ((STATE_KIND, "advance", advance), (CACHE_KIND, "attend", attend)):
+        if body is not None:
+            lines += [f"    if kind == {kind}:", f"        return {name}({task}, live, base, item)"]
+    space: dict[str, Any] = {"kind_of": kind_of, "multiply": multiply, "advance": advance, "attend": attend}
+    exec("\n".join([*lines, "    return item"]), space)
+    return device(space["consume"])
+
+
+def producer_parts(names: Sequence[str]) -> tuple[Any, Any, Any]:
+    """What the producer must know of a program's operators: see `ring.make_producer`."""
+    return _kind_of(names), product.part_range, product.tile_address
+
+
+__all__ = ["KINDS", "PLAIN", "STREAMED", "make_consume", "producer_parts", "switch"]

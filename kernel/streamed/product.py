@@ -1,0 +1,386 @@
+"""Products of bf16 weights by tensor cores, each with the epilogue of its operator.
+
+Sessions are the rows (m) of the instruction, rows of the weight its columns (n): a stage holds up to 176 weight rows x
+64 columns (`TILE_ROWS`, packed by `wpk.ops.tiles`) and the sessions' activations of these 64 columns. With at most 64
+sessions the two warpgroups of a block share the weight rows; with more they share the sessions. Results go through
+shared memory to the epilogue, where a thread has 8 rows of one session: wide loads and stores, and a rolled loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+
+from wpk.kernel import ptx
+from wpk.kernel.cuda_library import activate_code, address, device, parameter, parameter_f32, present
+from wpk.kernel.layout import CHUNK_BYTES, EMPTY, FACTORS, FULL, RING, THREADS, TILE_ROWS, Shape
+from wpk.kernel.streamed.ring import await_stage
+
+i32, i64, f32 = np.int32, np.int64, np.float32
+GROUP = 8  # rows of a weight that one thread's epilogue has
+HALF = TILE_ROWS // 2
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+# A descriptor's constant part: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
+DESCRIPTOR = (1 << 62) | (64 << 32) | (1 << 16)
+MATMUL, MAMBA2, QKV, ARGMAX = range(4)
+KINDS = {"tiled_matmul": MATMUL, "mamba2_projection": MAMBA2, "qkv_projection": QKV, "argmax_projection": ARGMAX}
+BF16_OUT = 1
+
+
+# --- what the payload says ----------------------------------------------------------------------------------------
+@device
+def product_shape(kind, record):
+    """Groups of 8 rows, chunks of 64 columns, row shares, column shares."""
+    if kind == QKV:
+        rows = (parameter(record, 2) + 2 * parameter(record, 3)) * parameter(record, 4)
+        return i32(rows >> 3), i32((parameter(record, 0) + 63) >> 6), i32(parameter(record, 1)), i32(1)
+    splits = i32(1)
+    if kind == MATMUL:
+        splits = i32(max(i64(1), parameter(record, 3)))
+    return (
+        i32(parameter(record, 0) >> 3), i32((parameter(record, 1) + 63) >> 6), i32(parameter(record, 2)), splits,
+    )  # fmt: skip
+
+
+@device
+def part_range(kind, record, part):
+    """First group, groups, first chunk, chunks and column share of a part."""
+    groups, chunks, shares, splits = product_shape(kind, record)
+    share, split = i64(part) // splits, i64(part) % splits
+    first, last = i64(groups) * share // shares, i64(groups) * (share + 1) // shares
+    start, stop = i64(chunks) * split // splits, i64(chunks) * (split + 1) // splits
+    return i32(first), i32(last - first), i32(start), i32(stop - start), i32(split)
+
+
+@device
+def tile_address(kind, record, arenas, part):
+    """Where a part's tiles start in global memory."""
+    _, chunks, _, _ = product_shape(kind, record)
+    first, count, start, _, _ = part_range(kind, record, part)
+    return address(record, arenas, 1, i64(0)) + 1024 * (i64(first) * chunks + i64(count) * start)
+
+
+@device
+def norm_terms(kind, record):
+    """Operand of the sums of squares, how many there are (0: no norm), width of the normed row, epsilon."""
+    if kind == MATMUL:
+        count = parameter(record, 6)
+        if not present(record, 3):
+            count = i64(0)
+        return 3, count, parameter(record, 1), parameter_f32(record, 7)
+    if kind == MAMBA2:
+        return 2, parameter(record, 6), parameter(record, 1), parameter_f32(record, 7)
+    if kind == QKV:
+        return 2, parameter(record, 6), parameter(record, 0), parameter_f32(record, 7)
+    return 2, parameter(record, 3), parameter(record, 1), parameter_f32(record, 4)
+
+
+# --- norms --------------------------------------------------------------------------------------------------------
+@device
+def write_factors(operand, count, width, epsilon, record, arenas, slot_lo, slots, base, rounds):
+    """1 / sqrt(mean square + epsilon) of every session, by four threads each, into shared memory."""
+    thread = i32(ptx.thread_index())
+    for r in range(rounds):
+        session = i64((thread + i32(r * THREADS)) >> i32(2))
+        held = min(session, slots - 1)
+        row = address(record, arenas, operand, slot_lo + held)
+        total = f32(0.0)
+        for first in range(0, count, 16):
+            for e in range(4):
+                at = first + 4 * e + i64(thread & i32(3))
+                square = ptx.load_l2(row + 4 * min(at, count - 1))
+                total += square if at < count else f32(0.0)
+        total += ptx.shuffle_xor(total, i32(1))
+        total += ptx.shuffle_xor(total, i32(2))
+        if (thread & i32(3)) == 0 and session < slots:
+            ptx.shared_store(
+                i32(base + i32(FACTORS) + i32(session) * i32(4)), ptx.inverse_root(total / f32(width) + epsilon)
+            )
+
+
+@device
+def silu(x):
+    return x * ptx.reciprocal(f32(1.0) + ptx.exp2(-x * f32(LOG2E)))
+
+
+# --- epilogues: eight results of rows row .. row + 7 of one session -----------------------------------------------
+@device
+def store_8(place, v, policy):
+    ptx.store_4_kept(place, v[0], v[1], v[2], v[3], policy)
+    ptx.store_4_kept(place + 16, v[4], v[5], v[6], v[7], policy)
+
+
+@device
+def store_8_bf16(place, v, policy):
+    ptx.store_4x32_kept(
+        place, ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3]), ptx.pack_bf16(v[4], v[5]),
+        ptx.pack_bf16(v[6], v[7]), policy,
+    )  # fmt: skip
+
+
+@device
+def finish_matmul(record, arenas, slot, row, split, v, policy):
+    """Bias, activation, store; or the partial sums of a column share."""
+    rows = parameter(record, 0)
+    place = address(record, arenas, 4, slot)
+    if present(record, 2):
+        bias = address(record, arenas, 2, i64(0)) + 4 * row
+        for e in range(GROUP):
+            v[e] += ptx.load_constant_f32(bias + 4 * e)
+    code = parameter(record, 4)
+    if code != 0:
+        for e in range(GROUP):
+            v[e] = activate_code(code, v[e])
+    if parameter(record, 5) == BF16_OUT:
+        store_8_bf16(place + 2 * row, v, policy)
+    else:
+        store_8(place + 4 * (split * rows + row), v, policy)
+
+
+@device
+def finish_mamba2(record, arenas, slot, row, v, policy):
+    """Rows are z | x B C | dt: silu(z); the convolution's window and SiLU; dt, decay and D of each head."""
+    inner, channels, heads = parameter(record, 3), parameter(record, 4), parameter(record, 5)
+    mixed = address(record, arenas, 5, slot)
+    constants = address(record, arenas, 3, i64(0))
+    channel = row - inner
+    if row < inner:
+        for e in range(GROUP):
+            v[e] = silu(v[e])
+        store_8(mixed + 4 * row, v, policy)
+    elif channel < channels:
+        window = address(record, arenas, 4, slot) + 2 * channel
+        kept = cuda.local.array(4, types.int32)
+        oldest = ptx.load_l2_4x32(window)
+        middle = ptx.load_l2_4x32(window + 2 * channels)
+        newest = ptx.load_l2_4x32(window + 4 * channels)
+        for e in range(4):
+            kept[e] = ptx.pack_bf16(v[2 * e], v[2 * e + 1])
+        ptx.store_4x32_kept(window, middle[0], middle[1], middle[2], middle[3], policy)
+        ptx.store_4x32_kept(window + 2 * channels, newest[0], newest[1], newest[2], newest[3], policy)
+        ptx.store_4x32_kept(window + 4 * channels, kept[0], kept[1], kept[2], kept[3], policy)
+        taps = constants + 4 * channel
+        pitch = 4 * channels
+        for half in range(2):
+            t0 = ptx.load_constant_4(taps + 16 * half)
+            t1 = ptx.load_constant_4(taps + pitch + 16 * half)
+            t2 = ptx.load_constant_4(taps + 2 * pitch + 16 * half)
+            t3 = ptx.load_constant_4(taps + 3 * pitch + 16 * half)
+            bias = ptx.load_constant_4(taps + 4 * pitch + 16 * half)
+            for e in range(2):
+                at = 2 * half + e
+                low = ptx.fma(ptx.low_bf16(oldest[at]), t0[2 * e], bias[2 * e])
+                low = ptx.fma(ptx.low_bf16(middle[at]), t1[2 * e], low)
+                low = ptx.fma(ptx.low_bf16(newest[at]), t2[2 * e], low)
+                v[2 * at] = silu(ptx.fma(ptx.low_bf16(kept[at]), t3[2 * e], low))
+                high = ptx.fma(ptx.high_bf16(oldest[at]), t0[2 * e + 1], bias[2 * e + 1])
+                high = ptx.fma(ptx.high_bf16(middle[at]), t1[2 * e + 1], high)
+                high = ptx.fma(ptx.high_bf16(newest[at]), t2[2 * e + 1], high)
+                v[2 * at + 1] = silu(ptx.fma(ptx.high_bf16(kept[at]), t3[2 * e + 1], high))
+        store_8(mixed + 4 * row, v, policy)
+    else:
+        head = channel - channels
+        terms = constants + 4 * (5 * channels + head)
+        out = mixed + 4 * (inner + channels + 4 * head)
+        for e in range(GROUP):
+            x = v[e] + ptx.load_constant_f32(terms + 4 * e)
+            step = x
+            if x < f32(20.0):
+                step = ptx.log2(f32(1.0) + ptx.exp2(x * f32(LOG2E))) * f32(LN2)
+            rate = ptx.load_constant_f32(terms + 4 * (heads + e))
+            skip = ptx.load_constant_f32(terms + 4 * (2 * heads + e))
+            ptx.store_4_kept(out + 16 * e, step, ptx.exp2(step * rate * f32(LOG2E)), skip, f32(0.0), policy)
+
+
+@device
+def finish_qkv(record, arenas, slot, row, v, policy):
+    """Rows are q | k | v: q scaled; k and v into the row of the cache at the session's position."""
+    heads, groups, width = parameter(record, 2), parameter(record, 3), parameter(record, 4)
+    queries = heads * width
+    if row < queries:
+        scale = parameter_f32(record, 8)
+        for e in range(GROUP):
+            v[e] *= scale
+        store_8_bf16(address(record, arenas, 5, slot) + 2 * row, v, policy)
+    else:
+        position = i64(ptx.load_l2_32(address(record, arenas, 4, slot)))
+        if position >= 0 and position < parameter(record, 5):
+            cache = address(record, arenas, 3, slot)
+            store_8_bf16(cache + 2 * (position * 2 * groups * width + row - queries), v, policy)
+
+
+# --- the consumer -------------------------------------------------------------------------------------------------
+def make_stage_results(count: int, first: int, pitch: int) -> Any:
+    """A device function that puts `count` accumulators from `first` on into shared memory, scaled, 8 columns apart.
+
+    Written out as text: a rolled loop would keep the accumulators in local memory.
+    """
+    lines = ["def stage_results(accumulators, place, factor_low, factor_high):"]
+    for j in range(count // 4):
+        a = first + 4 * j
+        lines += [
+            f"    store(i32(place + {32 * j}), accumulators[{a}] * factor_low, accumulators[{a + 1}] * factor_low)",
+            f"    store(i32(place + {8 * pitch + 32 * j}), accumulators[{a + 2}] * factor_high, "
+            f"accumulators[{a + 3}] * factor_high)",
+        ]
+    space: dict[str, Any] = {"store": ptx.shared_store_2, "i32": i32}
+    exec("\n".join(lines), space)
+    return device(space["stage_results"])
+
+
+def make_best_of(count: int) -> Any:
+    """A device function: the largest accumulator of each of a thread's two sessions, and its row; lowest row first."""
+    lines = ["def best_of(accumulators, factor_low, factor_high, row, rows):", "    b0 = b1 = f32(-3.4e38)"]
+    lines += ["    i0 = i1 = i32(2147483647)"]
+    for j in range(count // 4):
+        lines += [f"    if i32({8 * j}) < rows:"]
+        for e in range(4):
+            which, factor = e // 2, ("factor_low", "factor_high")[e // 2]
+            lines += [
+                f"        x = accumulators[{4 * j + e}] * {factor}",
+                f"        if x > b{which}:",
+                f"            b{which} = x",
+                f"            i{which} = i32(row + i32({8 * j + e % 2}))",
+            ]
+    lines += ["    return b0, i0, b1, i1"]
+    space: dict[str, Any] = {"i32": i32, "f32": f32}
+    exec("\n".join(lines), space)
+    return device(space["best_of"])
+
+
+@device
+def better(value, index, other_value, other_index):
+    return other_value > value or (other_value == value and other_index < index)
+
+
+def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
+    """The device function that computes a task of a product, for the kinds that a program has."""
+    wide = shape.sessions == 128
+    columns = TILE_ROWS if wide else HALF  # of one wgmma
+    count = columns // 2
+    wgmma, zeros = ptx.make_wgmma(columns), ptx.make_zeros(count)
+    pitch = 4 * shape.staged_columns  # bytes from session to session in the staging memory
+    rounds = 2 if wide else 1
+    per_round = count // rounds
+    stage_low = make_stage_results(per_round, 0, pitch)
+    stage_high = make_stage_results(per_round, per_round if wide else 0, pitch)
+    best_of = make_best_of(count)
+    stages, stage_bytes, staging = shape.stages, shape.stage_bytes, shape.staging
+    factor_rounds = shape.sessions * 4 // THREADS
+    has_matmul, has_mamba2, has_qkv, has_argmax = (k in kinds for k in (MATMUL, MAMBA2, QKV, ARGMAX))
+
+    @device
+    def consume(kind, record, arenas, slot_lo, slot_hi, part_lo, part_hi, base, item):
+        """`item` counts what has gone through the ring; the new count is returned."""
+        slots = slot_hi - slot_lo
+        operand, squares, width, epsilon = norm_terms(kind, record)
+        thread = i32(ptx.thread_index())
+        warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
+        group = i32(warp >> i32(2))  # warpgroup
+        # Sessions of this thread's accumulators.
+        low = i32((warp & i32(3)) * i32(16) + (lane >> i32(2)))
+        if wide:
+            low = i32(low + group * i32(64))
+        high = i32(low + i32(8))
+        pair = i32((lane & i32(3)) * i32(2))
+        factor_low, factor_high = f32(1.0), f32(1.0)
+        if squares > 0:
+            write_factors(operand, squares, width, epsilon, record, arenas, slot_lo, slots, base, factor_rounds)
+            ptx.barrier()
+            factor_low = ptx.shared_load(i32(base + i32(FACTORS) + low * i32(4)))
+            factor_high = ptx.shared_load(i32(base + i32(FACTORS) + high * i32(4)))
+        stage = i32(item % stages)
+        parity = i32((item // stages) & 1)
+        b_offset = i32(0) if wide else i32(group * i32(HALF * CHUNK_BYTES))
+        a_offset = i32(TILE_ROWS * CHUNK_BYTES) + (i32(group * i32(64 * CHUNK_BYTES)) if wide else i32(0))
+        policy = ptx.evict_last()
+        for part in range(part_lo, part_hi):
+            first, groups, _, chunks, split = part_range(kind, record, part)
+            rows = i32(groups * i32(GROUP))
+            accumulators = zeros()
+            for _ in range(chunks):
+                await_stage(base, i32(i32(FULL) + stage * i32(8)), parity)
+                place = i32(base + i32(RING) + stage * i32(stage_bytes))
+                accumulators = wgmma(
+                    accumulators,
+                    i64(DESCRIPTOR) | i64(i32(place + a_offset) >> i32(4)),
+                    i64(DESCRIPTOR) | i64(i32(place + b_offset) >> i32(4)),
+                )
+                if lane == 0:
+                    ptx.mbarrier_arrive(i32(base + i32(EMPTY) + stage * i32(8)))
+                stage = i32(stage + i32(1))
+                if stage == i32(stages):
+                    stage = i32(0)
+                    parity = i32(parity ^ i32(1))
+            item += i64(chunks)
+            if has_argmax and kind == ARGMAX:
+                start = i32(0) if wide else i32(group * i32(HALF))
+                b0, i0, b1, i1 = best_of(
+                    accumulators, factor_low, factor_high, i32(first * i32(GROUP) + start + pair), i32(rows - start)
+                )
+                for o in (1, 2):
+                    v, i = ptx.shuffle_xor(b0, i32(o)), ptx.shuffle_xor_32(i0, i32(o))
+                    if better(b0, i0, v, i):
+                        b0, i0 = v, i
+                    v, i = ptx.shuffle_xor(b1, i32(o)), ptx.shuffle_xor_32(i1, i32(o))
+                    if better(b1, i1, v, i):
+                        b1, i1 = v, i
+                # The two warpgroups have other rows of the same sessions, or other sessions.
+                found = i32(base + i32(staging))
+                ptx.barrier()
+                if pair == 0:
+                    column = i32(0) if wide else group
+                    at = i32(found + (low * i32(2) + column) * i32(8))
+                    ptx.shared_store_2(at, b0, ptx.float_of_bits(i0))
+                    at = i32(found + (high * i32(2) + column) * i32(8))
+                    ptx.shared_store_2(at, b1, ptx.float_of_bits(i1))
+                ptx.barrier()
+                if i64(thread) < slots:
+                    at = i32(found + thread * i32(16))
+                    v, i = ptx.shared_load(at), ptx.shared_load_32(i32(at + i32(4)))
+                    if not wide:
+                        w, k = ptx.shared_load(i32(at + i32(8))), ptx.shared_load_32(i32(at + i32(12)))
+                        if better(v, i, w, k):
+                            v, i = w, k
+                    candidates = address(record, arenas, 3, slot_lo + i64(thread))
+                    ptx.store_2x32(candidates + 8 * part, ptx.bits_of_float(v), i)
+            else:
+                for r in range(rounds):
+                    ptx.barrier()  # the staging memory is free again
+                    start = i32(r * HALF)
+                    if wide:
+                        out = i32(base + i32(staging) + low * i32(pitch) + pair * i32(4))
+                        if r == 0:
+                            stage_low(accumulators, out, factor_low, factor_high)
+                        else:
+                            stage_high(accumulators, out, factor_low, factor_high)
+                    else:
+                        out = i32(base + i32(staging) + low * i32(pitch) + (group * i32(HALF) + pair) * i32(4))
+                        stage_low(accumulators, out, factor_low, factor_high)
+                    ptx.barrier()
+                    here = i32(groups)
+                    if wide:
+                        here = i32(min(max(i32(groups - i32(r * HALF // GROUP)), i32(0)), i32(HALF // GROUP)))
+                    v = cuda.local.array(GROUP, types.float32)
+                    for unit in range(thread, i32(slots) * here, i32(THREADS)):
+                        session = i32(i32(unit) // here)
+                        column = i32(i32(unit) - session * here)
+                        at = i32(base + i32(staging) + session * i32(pitch) + column * i32(32))
+                        left, right = ptx.shared_load_4(at), ptx.shared_load_4(i32(at + i32(16)))
+                        for e in range(4):
+                            v[e] = left[e]
+                            v[4 + e] = right[e]
+                        row = i64(first * i32(GROUP)) + i64(start + column * i32(GROUP))
+                        slot = slot_lo + i64(session)
+                        if has_mamba2 and kind == MAMBA2:
+                            finish_mamba2(record, arenas, slot, row, v, policy)
+                        elif has_qkv and kind == QKV:
+                            finish_qkv(record, arenas, slot, row, v, policy)
+                        elif has_matmul:
+                            finish_matmul(record, arenas, slot, row, i64(split), v, policy)
+        return item
+
+    return consume
