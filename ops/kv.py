@@ -394,22 +394,23 @@ def attention_parts_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scr
     heads, groups, width = parameter(record, 0), parameter(record, 1), parameter(record, 2)
     rows, splits = parameter(record, 3), parameter(record, 4)
     group, row_bytes = heads // groups, 4 * groups * width
-    queries = scratch  # [group, width] f32, then one row of keys or values, then the scores [group, UNIT]
+    pitch = 4 * (width + 2)
+    queries = scratch  # [group, width] f32; a row of keys or values; results [group, width + 2]; scores [group, UNIT]
     line = queries + 4 * group * width
-    scores = view_f32(line + 4 * width, group * UNIT)
+    sums = line + 4 * width
+    scores = view_f32(sums + group * pitch, group * UNIT)
     for slot in range(slot_lo, slot_hi):
         q, cache = address(record, arenas, 0, slot), address(record, arenas, 1, slot)
         length = min(max(np.int64(operand_i32(record, arenas, 2, slot, 1)[0]), 0), rows - 1) + 1
         units = (length + UNIT - 1) // UNIT
         for part in range(part_lo, part_hi):
             lo, hi = UNIT * (units * part // splits), min(length, UNIT * (units * (part + 1) // splits))
-            out = address(record, arenas, 3, slot) + 4 * part * heads * (width + 2)
+            out = address(record, arenas, 3, slot) + part * heads * pitch
             for kv_head in range(groups):
                 first_head = kv_head * group
                 widen(q + 2 * first_head * width, queries, group * width)
-                sums = out + 4 * first_head * (width + 2)
                 for head in range(group):
-                    clear(sums + 4 * head * (width + 2), width)
+                    clear(sums + head * pitch, width)
                 keys = cache + 2 * kv_head * width
                 values = keys + 2 * groups * width
                 for first in range(lo, hi, UNIT):
@@ -419,11 +420,15 @@ def attention_parts_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scr
                         for head in range(group):
                             scores[head * UNIT + row] = dot(queries + 4 * head * width, line, width)
                     for head in range(group):
-                        weigh(sums + 4 * head * (width + 2), width, scores[head * UNIT : head * UNIT + count])
+                        weigh(sums + head * pitch, width, scores[head * UNIT : head * UNIT + count])
                     for row in range(count):
                         widen(values + (first + row) * row_bytes, line, width)
                         for head in range(group):
-                            accumulate(sums + 4 * head * (width + 2), line, width, scores[head * UNIT + row])
+                            accumulate(sums + head * pitch, line, width, scores[head * UNIT + row])
+                found = view_f32(sums, group * (width + 2))
+                results = view_f32(out + first_head * pitch, group * (width + 2))
+                for i in range(group * (width + 2)):
+                    results[i] = found[i]
 
 
 @register_jitable
@@ -554,14 +559,14 @@ def _check_heads(name: str, heads: int, dims: Dims) -> None:
         wanted = f"a multiple of {groups}, so that q has {width} values a head"
         raise GraphError(f"{name}: {heads} query heads", wanted=wanted, found=dims["q"])
     if _scratch(heads, groups, width) > SCRATCH:
-        room = (SCRATCH // 4 - width) // (width + UNIT)
+        room = (SCRATCH // 4 - width) // (2 * width + 2 + UNIT)
         raise GraphError(f"{name}: query heads a key head", wanted=f"at most {room}", found=heads // groups)
 
 
 def _scratch(heads: int, groups: int, width: int) -> int:
-    """Bytes of scratch of `attention_parts`: the queries of a key head, a row of the cache, scores."""
+    """Bytes of scratch of `attention_parts`: of a key head the queries, results and scores; a row of the cache."""
     group = heads // max(groups, 1)
-    return 4 * (group * width + width + group * UNIT)
+    return 4 * (width + group * (2 * width + 2 + UNIT))
 
 
 def _out_dtype(name: str, out: str) -> DType:

@@ -111,16 +111,14 @@ def test_shares_of_queries_write_no_byte_of_the_cache_and_shares_of_keys_none_of
 @pytest.mark.parametrize("changes", [
     {"n": 72}, {"k": 65}, {"shares": 0}, {"shares": 9}, {"eps": -1.0}, {"eps": float("inf")},
 ])  # fmt: skip
-def test_qkv_projection_refuses_what_does_not_fit(changes: dict[str, float]) -> None:
+def test_qkv_projection_refuses_what_does_not_fit(changes: dict[str, Any]) -> None:
     app = projection(6, 1, 8, 5, 64, 8)
     with pytest.raises(GraphError):
         application("qkv_projection", *app.inputs, **{"n": 64, "k": 64, "shares": 8, "eps": 0.0} | changes)
 
 
 # --- kv_attention -------------------------------------------------------------------------------------------------
-def attention(
-    heads: int, groups: int, width: int, rows: int, name: str = "kv_attention", **attrs: object
-) -> Application:
+def attention(heads: int, groups: int, width: int, rows: int, name: str = "kv_attention", **attrs: Any) -> Application:
     return application(name, bf16(heads * width), bf16(rows, 2, groups, width), i32(), heads=heads, **attrs)
 
 
@@ -212,7 +210,7 @@ def test_kv_attention_is_that_of_torch(heads: int, groups: int) -> None:
 @pytest.mark.parametrize("attrs", [
     {"heads": 3}, {"heads": 0}, {"heads": 5}, {"heads": 4, "out": "i32"}, {"heads": 4, "splits": -1},
 ])  # fmt: skip
-def test_kv_attention_refuses_heads_that_do_not_fit(attrs: dict[str, object]) -> None:
+def test_kv_attention_refuses_heads_that_do_not_fit(attrs: dict[str, Any]) -> None:
     application("kv_attention", bf16(32), bf16(4, 2, 2, 8), i32(), heads=4)
     with pytest.raises(GraphError):
         application("kv_attention", bf16(32), bf16(4, 2, 2, 8), i32(), **attrs)

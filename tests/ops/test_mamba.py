@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.ops.harness import Application, application, check, execute, random_inputs, stored, value
 from wpk.ir.errors import GraphError
-from wpk.ir.types import bf16, f32
+from wpk.ir.types import Type, bf16, f32
 from wpk.ops.operator import LIBRARY, Array
 from wpk.ops.tiles import packed_tiles
 
@@ -82,10 +82,10 @@ def test_mamba2_split_says_step_size_decay_and_skip_of_each_head() -> None:
         (24, f32(3, 8), f32(64)),
     ],
 )  # fmt: skip
-def test_mamba2_split_refuses_operands_that_contradict_each_other(n: int, ring: object, constants: object) -> None:
+def test_mamba2_split_refuses_operands_that_contradict_each_other(n: int, ring: Type, constants: Type) -> None:
     application("mamba2_split", f32(24), bf16(3, 8), f32(64))
     with pytest.raises(GraphError):
-        application("mamba2_split", f32(n), ring, constants)  # type: ignore[arg-type]
+        application("mamba2_split", f32(n), ring, constants)
 
 
 # --- mamba2_projection --------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_mamba2_projection_step_after_step_carries_its_ring() -> None:
 @pytest.mark.parametrize("changes", [
     {"n": 56}, {"k": 129}, {"k": 120}, {"shares": 0}, {"shares": 7}, {"eps": -1.0}, {"eps": float("nan")},
 ])  # fmt: skip
-def test_mamba2_projection_refuses_what_does_not_fit(changes: dict[str, float]) -> None:
+def test_mamba2_projection_refuses_what_does_not_fit(changes: dict[str, Any]) -> None:
     app = projection(16, 24, 8, 64, 3)
     with pytest.raises(GraphError):
         application("mamba2_projection", *app.inputs, **{"n": 48, "k": 64, "shares": 3, "eps": 0.0} | changes)
