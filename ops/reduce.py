@@ -21,6 +21,7 @@ from wpk.ops.operator import LIBRARY, Array, Body, Cost, Dims, Extent, Operator,
 from wpk.ops.payload import address, operand_f32, operand_i32, parameter, parameter_f32
 from wpk.ops.scalars import Scalar, maximum, minimum, scalar
 from wpk.ops.tiles import (
+    TILE_SLOTS,
     check_eps,
     check_operands,
     check_squares,
@@ -256,6 +257,7 @@ class ArgMaxProjection(Operator):
     shares: int = attr(1)
     eps: float = attr(0.0)
     semantic_parameters: ClassVar = {4: NOT_NEGATIVE}
+    task_slots: ClassVar[int] = TILE_SLOTS
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         check_tiles(self.name, self.n, self.k, self.shares)

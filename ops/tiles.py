@@ -38,6 +38,7 @@ from wpk.ops.simd import ACTIVATIONS, activate_in_place
 GROUP = 8  # rows that are never parted
 DEPTH = 64  # k of a chunk: 128 bytes of a row
 PIECES = 8  # of a chunk's row, of 8 elements that stay together
+TILE_SLOTS = 128  # most sessions of a task: what a GPU's block holds activations for
 MOST_ROWS = 176  # of a part: what a GPU's block holds sums for
 SQUARES_BLOCK = 128  # elements whose squares one number sums up
 BIAS, SQUARES = 1, 2  # bits of `tiled_matmul`'s roles
@@ -299,6 +300,7 @@ class TiledMatmul(Operator):
     eps: float = attr(0.0)
     roles: int = attr(0)
     semantic_parameters: ClassVar = {4: range(len(ACTIVATIONS)), 7: NOT_NEGATIVE}
+    task_slots: ClassVar[int] = TILE_SLOTS
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         check_tiles(self.name, self.n, self.k, self.shares, self.splits)
