@@ -123,7 +123,14 @@ def test_the_floor_is_that_of_the_history_that_was_measured(monkeypatch: pytest.
         return SimpleNamespace(floor_ms=2.0)
 
     monkeypatch.setattr(beat, "beat_floor", floor_of)
-    made = {"model": "m", "capacity": 1, "target": "cpu", "context": 1000, "floor_ms": 4.0, "kernel_ms": {"p50": 6.0}}
+    made: dict[str, Any] = {
+        "model": "m",
+        "capacity": 1,
+        "target": "cpu",
+        "context": 1000,
+        "floor_ms": 4.0,
+        "kernel_ms": {"p50": 6.0},
+    }
     made |= {"warm_up": 10, "beats": 100, "steps_per_beat": 2}
     for at, history, above in ((500, 621, 3.0), (900, 1000, 1.5)):
         record = made | {"history": {"position": at}}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.harness import Wpk, files
-from wpk.bench import beat
+from wpk.bench import beat, torch_baseline
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +81,53 @@ def test_a_baseline_can_be_left_out_or_be_unknown(wpk: Wpk, tiny: str) -> None:
     said = wpk("bench", "beat", tiny, "--cap", 2, "--baseline", "onnxruntime", "--json")
     assert said.code == 2
     assert "no baseline" in said.error["message"]
+
+
+# --- PyTorch
+TIMES = {"p50": 2.0, "p99": 3.0, "p99.9": 3.0, "max": 4.0, "max_beat": 1}
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """PyTorch's figures, without PyTorch; what was asked for is noted."""
+    asked: list[tuple[object, ...]] = []
+    eager = {"beat_ms": TIMES, "kernel_ms": TIMES, "prepare_s": 0.1}
+    other = {"error": {"type": "RuntimeError", "message": "no compiler", "wanted": None, "found": None, "hint": None}}
+
+    def found(spec: object, *rest: object) -> dict[str, object]:
+        asked.append(rest)
+        return {"device": {"kind": "cpu", "threads": 1}, "beats": 5, "forms": {"eager": eager, "compiled": other}}
+
+    monkeypatch.setattr(torch_baseline, "_in_own_process", found)
+    monkeypatch.setattr(torch_baseline, "require_torch", lambda: None)
+    return asked
+
+
+def test_a_baseline_alone(wpk: Wpk, tiny: str, tmp_path: Path, measured: list[tuple[object, ...]]) -> None:
+    words = ("bench", "baseline", tiny, "--cap", "2", "--context", 9, "--at", 3, "--beats", 5, "--warmup", 1)
+    found = wpk(*words, "--forms", "eager,compiled", "--device", "cpu", "--json").json
+    assert measured == [(2, 4, 5, 1, ["eager", "compiled"], "cpu")]
+    assert json.loads((tmp_path / found.pop("results")).read_text()) == found
+    assert found["best"] == "eager"
+    told = wpk(*words).out
+    assert "PyTorch eager" in told
+    assert "failed: no compiler" in told
+
+
+def test_a_beat_and_then_its_baseline(wpk: Wpk, tiny: str, measured: list[tuple[object, ...]]) -> None:
+    found = wpk("bench", "beat", tiny, "--cap", "2", "--beats", 5, "--target", "cpu", "--with-baseline", "--json").json
+    assert measured[0][:2] == (2, 1)
+    assert measured[0][-1] == "cpu"
+    assert found["torch"]["beside"]["results"] == found["results"] != found["torch"]["results"]
+    assert found["torch"]["ratio"] == found["kernel_ms"]["p50"] / 2.0
+    assert found["torch"]["command"] == found["command"]
+
+
+def test_a_baseline_that_fails_leaves_the_beat(wpk: Wpk, tiny: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    words = ("bench", "beat", tiny, "--cap", "2", "--beats", 5, "--target", "cpu", "--with-baseline")
+    said = wpk(*words, "--out", "kept")
+    assert said.code == 2
+    assert "no baseline of tiny in PyTorch is written" in said.err
+    assert "the beat without its baseline is kept" in said.err
+    assert sorted(name.partition("-")[0] for name in files(tmp_path / "kept")) == ["baseline", "beat"]
