@@ -6,7 +6,7 @@ to bf16 in front of each product, and of keys, values and the convolution's wind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -291,8 +291,8 @@ def test_an_input_of_another_type_is_refused() -> None:
         build_graph(ModelSpec.from_data(data))
 
 
-def test_the_voice_backbone_has_the_published_sizes(zoo_model: Callable[[str], ModelSpec]) -> None:
-    model = zoo_model("nemotron-h-voice-9b")
+def test_the_voice_backbone_has_the_published_sizes() -> None:
+    model = registry.find_model("nemotron-h-voice-9b")
     assert parameter_count(model) == 7_713_822_208 + 2 * 587_202_560
     sizes = state_bytes(build_graph(model))
     assert sizes == {"fixed": 27 * (128 * 80 * 128 * 4 + 12288 * 3 * 2) + 4, "per_step": 4 * 2 * 8 * 128 * 2}
@@ -302,6 +302,9 @@ def test_the_voice_backbone_has_the_published_sizes(zoo_model: Callable[[str], M
     assert names["stt_model.function_head.weight"].shape == (131072, 4480)
 
 
-@pytest.fixture
-def zoo_model() -> Iterator[Callable[[str], ModelSpec]]:
-    yield registry.find_model
+def test_the_language_model_has_the_published_number_of_parameters() -> None:
+    model = registry.find_model("nemotron-nano-9b-v2")
+    assert parameter_count(model) == 8_888_227_328
+    names = expected_tensors(model)
+    assert names["backbone.embeddings.weight"].shape == names["lm_head.weight"].shape == (131072, 4480)
+    assert names["backbone.layers.0.mixer.in_proj.weight"].shape == (22656, 4480)
