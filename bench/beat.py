@@ -100,7 +100,7 @@ def bench_beat(
             if find_target(cohort.profile.target).kind == "cuda":
                 record["gpus"] = gpus()  # while the kernel is resident: the clocks that it ran at
         _compare(record)
-    except Exception as error:
+    except BaseException as error:  # an interrupt too
         record["error"] = described_error(error)
         keep(record, f"beat-{model}-cap{capacity}", out)
         raise

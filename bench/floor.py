@@ -6,9 +6,10 @@ from wpk.ir.errors import CapacityError
 from wpk.registry import find_model
 from wpk.registry.lowering import lowered_beat
 from wpk.scheduler.compile import MAX_CAPACITY
-from wpk.scheduler.cost import Floor
+from wpk.scheduler.cost import Floor, Share, shares
 from wpk.scheduler.cost import floor as floor_of
-from wpk.scheduler.target import find_target
+from wpk.scheduler.phases import Lowered
+from wpk.scheduler.target import Target, find_target
 from wpk.scheduler.waves import assign_waves
 
 
@@ -19,6 +20,20 @@ def beat_floor(
 
     context: rows that caches hold and a beat reads; None takes the spec's. steps: of a beat; None takes the spec's.
     """
+    lowered, machine = _lowered(model, capacity, context, target, steps)
+    waves = max(assign_waves(lowered.phases)) + 1
+    return floor_of(lowered.phases, lowered.storages, capacity, waves, machine)
+
+
+def beat_shares(model: str, *, capacity: int, context: int | None = None, target: str) -> list[Share]:
+    """What each operator has in it."""
+    lowered, machine = _lowered(model, capacity, context, target, None)
+    return shares(lowered.phases, lowered.storages, capacity, machine)
+
+
+def _lowered(
+    model: str, capacity: int, context: int | None, target: str, steps: int | None
+) -> tuple[Lowered, Target]:  # fmt: skip
     if not 1 <= capacity <= MAX_CAPACITY:
         raise CapacityError(
             f"{model}: capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}",
@@ -27,6 +42,4 @@ def beat_floor(
     machine, spec = find_target(target), find_model(model)
     if steps is not None:
         spec = spec.model_copy(update={"clock": spec.clock.model_copy(update={"steps_per_beat": steps})})
-    lowered = lowered_beat(spec, machine, context)
-    waves = max(assign_waves(lowered.phases)) + 1
-    return floor_of(lowered.phases, lowered.storages, capacity, waves, machine)
+    return lowered_beat(spec, machine, context), machine

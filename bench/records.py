@@ -33,7 +33,7 @@ def keep(record: dict[str, Any], name: str, out: Path | None = None) -> Path:
     raise AssertionError
 
 
-def described_error(error: Exception) -> dict[str, str | None]:
+def described_error(error: BaseException) -> dict[str, str | None]:
     """What a record says of the error that ended an attempt."""
     if isinstance(error, WpkError):
         return error.as_dict()

@@ -90,7 +90,7 @@ def bench_baseline(
             steps = ours["steps_per_beat"]  # a form makes one step
             record["beside"] = {"results": str(beside[1]), "beat_ms": ours["beat_ms"], "kernel_ms": ours["kernel_ms"]}
             record["ratio"] = ours["kernel_ms"]["p50"] / (steps * theirs["kernel_ms"]["p50"])
-    except Exception as error:
+    except BaseException as error:  # an interrupt too
         record["error"] = described_error(error)
         keep(record, f"baseline-{model}-cap{capacity}", out)
         raise

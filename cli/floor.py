@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from wpk.cli.output import Fields, JsonFlag, Output, QuietFlag, size
+from wpk.cli.output import Fields, JsonFlag, Output, QuietFlag, Table, size
 from wpk.cli.profile import Cap, Context, Model
 
 
@@ -19,12 +19,16 @@ def floor(
     quiet: QuietFlag = False,
 ) -> None:
     """The physical floor of a beat: arithmetic, memory traffic and dependency path. No weights are needed."""
-    from wpk.bench.floor import beat_floor
+    from wpk.bench.floor import beat_floor, beat_shares
 
     found = beat_floor(model, capacity=cap, context=context, target=gpu)
+    shares = beat_shares(model, capacity=cap, context=context, target=gpu)
     flops = {"bf16": found.flops["bf16"], "tf32": found.flops["tf32"], "fp32": found.flops["f32"]}
     Output(json, quiet).result(
-        {"model": model, "capacity": cap, "gpu": gpu} | found.model_dump() | {"flops": flops},
+        {"model": model, "capacity": cap, "gpu": gpu}
+        | found.model_dump()
+        | {"flops": flops}
+        | {"operators": [share.model_dump() for share in shares]},
         names=[model],
         blocks=[
             Fields(
@@ -38,6 +42,15 @@ def floor(
                     "FLOPs": ", ".join(f"{name} {count:,}" for name, count in flops.items()),
                 },
                 title=f"{model}, {cap} sessions on {gpu}",
-            )
+            ),
+            Table(
+                ("operator", "phases", "ms", "weights", "state"),
+                [
+                    (s.operator, s.phases, f"{s.ms:.4g}", size(s.bytes["weights"]), size(s.bytes["state"]))
+                    for s in shares
+                    if s.ms >= found.floor_ms / 1000
+                ],
+                title="Phase by phase, by operator",
+            ),
         ],
     )

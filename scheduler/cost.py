@@ -51,6 +51,18 @@ class Floor(BaseModel):
     flops: dict[str, int]
 
 
+class Share(BaseModel):
+    """What all phases of one operator have in the floor: the sum of their max(compute, traffic), bytes and FLOPs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    operator: str
+    phases: int
+    ms: float
+    bytes: dict[str, int]
+    flops: dict[str, int]
+
+
 def phase_seconds(phase: Phase, slots: int, target: Target) -> float:
     """Time of one phase on one block that has the whole machine's share of a single block."""
     cost = phase.operator.cost(*phase.types)
@@ -60,27 +72,36 @@ def phase_seconds(phase: Phase, slots: int, target: Target) -> float:
 
 def floor(phases: Sequence[Phase], storages: Sequence[Storage], slots: int, waves: int, target: Target) -> Floor:
     """The floor of one beat of this program's operations on that target."""
-    flops: Counter[str] = Counter()
-    for phase in phases:
-        for precision, count in phase.operator.cost(*phase.types).flops.items():
-            flops[precision] += slots * count
     moved = traffic(phases, storages, slots)
-    weights, state = (sum(each[role] for each in moved) for role in (Role.WEIGHT, Role.STATE))
-    seconds = [
-        max(_compute_seconds(phase, slots, target), each.total() / target.bandwidth)
-        for phase, each in zip(phases, moved, strict=True)
-    ]
+    seconds = _seconds(phases, moved, slots, target)
+    flops, bytes_moved = _flops(phases, slots), _bytes(moved)
     compute = sum(n / target.flops[precision] for precision, n in flops.items())
-    bandwidth = (weights + state) / target.bandwidth
+    bandwidth = bytes_moved["total"] / target.bandwidth
     chain, barriers = _longest_chain(phases, seconds), waves * target.barrier_s
     path = max(chain, barriers)
     return Floor(
         compute_ms=compute * 1e3, bandwidth_ms=bandwidth * 1e3, path_ms=path * 1e3,
         floor_ms=max(compute, bandwidth, path) * 1e3,
         chain_ms=chain * 1e3, barriers_ms=barriers * 1e3, per_operation_ms=sum(seconds) * 1e3,
-        bytes={"weights": weights, "state": state, "total": weights + state},
-        flops={p: flops.get(p, 0) for p in ("bf16", "tf32", "f32")},
+        bytes=bytes_moved, flops=flops,
     )  # fmt: skip
+
+
+def shares(phases: Sequence[Phase], storages: Sequence[Storage], slots: int, target: Target) -> list[Share]:
+    """The floor's finer sum by operator, the longest first."""
+    moved = traffic(phases, storages, slots)
+    seconds = _seconds(phases, moved, slots, target)
+    members: dict[str, list[int]] = {}
+    for index, phase in enumerate(phases):
+        members.setdefault(phase.operator.name, []).append(index)
+    found = [
+        Share(
+            operator=name, phases=len(own), ms=1e3 * sum(seconds[i] for i in own),
+            bytes=_bytes([moved[i] for i in own]), flops=_flops([phases[i] for i in own], slots),
+        )
+        for name, own in members.items()
+    ]  # fmt: skip
+    return sorted(found, key=lambda share: (-share.ms, share.operator))
 
 
 def traffic(phases: Sequence[Phase], storages: Sequence[Storage], slots: int) -> list[Counter[Role]]:
@@ -166,6 +187,26 @@ def _joined(spans: Sequence[Span], span: Span) -> list[Span]:
     apart = [(a, b) for a, b in spans if b < lo or a > hi]
     touching = [s for s in spans if s not in apart]
     return [*apart, (min([lo, *(a for a, _ in touching)]), max([hi, *(b for _, b in touching)]))]
+
+
+def _seconds(
+    phases: Sequence[Phase], moved: Sequence[Counter[Role]], slots: int, target: Target
+) -> list[float]:  # fmt: skip
+    """max(compute, traffic) of each phase on the whole machine."""
+    return [
+        max(_compute_seconds(phase, slots, target), each.total() / target.bandwidth)
+        for phase, each in zip(phases, moved, strict=True)
+    ]
+
+
+def _bytes(moved: Sequence[Counter[Role]]) -> dict[str, int]:
+    weights, state = (sum(each[role] for each in moved) for role in (Role.WEIGHT, Role.STATE))
+    return {"weights": weights, "state": state, "total": weights + state}
+
+
+def _flops(phases: Sequence[Phase], slots: int) -> dict[str, int]:
+    costs = [phase.operator.cost(*phase.types).flops for phase in phases]
+    return {p: slots * sum(flops.get(p, 0) for flops in costs) for p in ("bf16", "tf32", "f32")}
 
 
 def _compute_seconds(phase: Phase, slots: int, target: Target) -> float:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.graphs import CONTEXT, SELECTION, builder, compiled, graphs
+from tests.scheduler.graphs import CONTEXT, SELECTION, builder, compiled, graphs, lowered_beat
 from wpk.ir.graph import Graph, GraphBuilder
 from wpk.ir.text import print_graph
 from wpk.ir.types import f32, i32
@@ -143,6 +143,21 @@ def test_the_path_is_the_longest_chain_where_that_is_longer_than_its_barriers() 
     assert found.barriers_ms == pytest.approx(2.0)
     assert found.path_ms == found.chain_ms == pytest.approx(2 * matrix)
     assert found.floor_ms == found.bandwidth_ms == pytest.approx(3 * matrix) == found.per_operation_ms
+
+
+def test_each_operator_has_its_share_of_the_sum() -> None:
+    g = builder()
+    h = g.op("add", g.register("h", f32(160)), g.input("x", f32(160)))
+    g.update("h", h)
+    for i in range(2):
+        h = g.op("linear", h, g.weight(f"w{i}", f32(160, 160)))
+    g.output("y", h)
+    lowered = lowered_beat(g.build())
+    product, add = cost.shares(lowered.phases, lowered.storages, 3, SLOW)
+    assert (product.operator, product.phases, product.ms) == ("matmul", 2, pytest.approx(2 * 102.4))
+    assert product.bytes == {"weights": 2 * 102_400, "state": 0, "total": 204_800}
+    assert product.flops["f32"] == 3 * 2 * 2 * 160 * 160
+    assert (add.operator, add.bytes["state"], add.ms) == ("add", 3 * 2 * 640, pytest.approx(3.84))
 
 
 def test_the_path_is_a_barrier_a_wave() -> None:
