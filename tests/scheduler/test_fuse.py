@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 
-from tests.scheduler.graphs import SELECTION, builder, dense, fused, only, session_ops, tiled
+from tests.scheduler.graphs import SELECTION, Meant, agree, builder, dense, fused, only, session_ops, tiled, weights_of
+from wpk.ir.check import check_graph
 from wpk.ir.graph import Graph, GraphBuilder, Value
 from wpk.ir.text import print_graph
 from wpk.ir.types import bf16, f32
@@ -15,7 +19,9 @@ from wpk.ops.linear import RESIDUAL
 from wpk.ops.simd import ACTIVATIONS
 from wpk.ops.tiles import BIAS, SQUARES
 from wpk.scheduler.fuse import fuse
+from wpk.scheduler.ownership import own_rows
 from wpk.scheduler.rewrite import expand
+from wpk.scheduler.target import find_target
 
 BF16 = 0.03  # what roundings in other places may change, relative to the greatest output
 
@@ -455,6 +461,19 @@ def test_a_sum_before_anything_but_a_norm_is_an_addition() -> None:
     assert session_ops(rounded(build)) == ["cast", "tiled_matmul", "add"]
 
 
+def test_a_product_of_what_is_overwritten_before_its_epilogue_stays_where_it_is() -> None:
+    def build(g: GraphBuilder) -> None:
+        cache = g.cache("kv", bf16(2, 2, 16))
+        before = tiled(g, g.op("reshape", cache, shape=(256,)), 8, "w", cast=False)
+        rows = tiled(g, g.input("x", f32(64)), 128, "qkv")
+        query, cache = g.op("qkv_split", rows, cache, g.position(), scale=0.25)
+        g.replace("kv", cache)
+        g.output("q", g.op("cast", query, dtype="f32"))
+        g.output("y", g.op("relu", before))
+
+    assert "relu" in session_ops(rounded(build))
+
+
 def test_half_of_a_product_is_not_what_an_epilogue_is_for() -> None:
     def build(g: GraphBuilder) -> None:
         y = tiled(g, g.input("x", f32(64)), 16)
@@ -513,3 +532,54 @@ def test_folding_finds_nothing_more_to_do_in_what_it_made() -> None:
     _hybrid(g)
     made = fuse(expand(g.build(), SELECTION), SELECTION)
     assert outline(fuse(made, SELECTION)) == outline(made)
+
+
+# --- any graph ----------------------------------------------------------------------------------------------------
+def _step(draw: DrawFn, g: GraphBuilder, known: list[Value]) -> Value:
+    """One more vector f32[64] out of those that there are, recent ones as likely as all older ones together."""
+
+    def pick() -> Value:
+        return known[-1] if draw(st.booleans()) else draw(st.sampled_from(known))
+
+    name = f"w{draw(st.integers(0, 2))}"
+    match draw(st.sampled_from(("product", "norm", "add", "relu", "gate", "view"))):
+        case "product":
+            return tiled(g, pick(), 64, name)
+        case "norm":
+            x = g.op("rms_norm", pick(), g.weight(f"norm {name}", f32(64)), offset=1.0)
+            return tiled(g, x, 64, name) if draw(st.integers(0, 3)) else x
+        case "add":
+            return g.op("add", pick(), pick())  # type: ignore[no-any-return]
+        case "relu":
+            return g.op("relu", pick())  # type: ignore[no-any-return]
+        case "gate":
+            return g.op("gated_rms_norm", pick(), pick(), g.weight(f"norm {name}", f32(64)), groups=4, eps=0.1)  # type: ignore[no-any-return]
+        case _:
+            return g.op("reshape", g.op("reshape", pick(), shape=(4, 16)), shape=(64,))  # type: ignore[no-any-return]
+
+
+@st.composite
+def vectors(draw: DrawFn) -> Graph:
+    """A graph of products in bf16, norms and sums over one kind of vector, kept and shown anywhere."""
+    g = builder("random")
+    known: list[Value] = [g.input("x", f32(64)), g.register("r", f32(64))]
+    for _ in range(draw(st.integers(2, 12))):
+        known.append(_step(draw, g, known))
+    g.update("r", draw(st.sampled_from(known)))
+    for i in range(draw(st.integers(1, 3))):
+        g.output(f"y{i}", known[-1] if i == 0 else draw(st.sampled_from(known)))
+    return g.build()
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(vectors())
+def test_folding_and_ownership_change_no_meaning(graph: Graph) -> None:
+    note(print_graph(graph))
+    weights = weights_of(graph)
+    folded = fuse(graph, SELECTION)
+    check_graph(folded, SELECTION)
+    agree(graph, Meant(folded, weights), Meant(graph, weights), beats=3, tolerance=0.1)
+    for target in ("cpu", "h200"):
+        owned = own_rows(folded, SELECTION, find_target(target))
+        check_graph(owned, SELECTION)
+        agree(graph, Meant(owned, weights), Meant(folded, weights), beats=3)

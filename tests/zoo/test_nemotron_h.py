@@ -236,6 +236,20 @@ def test_a_session_starts_anew_in_a_slot_that_was_used(shared: Settings) -> None
     assert all((first[port] == second[port]).all() for port in first)
 
 
+def test_a_beat_of_several_steps_gives_what_its_steps_give(shared: Settings) -> None:
+    shape = SHAPES["all kinds of layers"]
+    tokens = np.array([3, 1, 4, 1, 5, 9], np.int32)
+    one = spec(shape)
+    data = one.to_data()
+    data["clock"]["steps_per_beat"] = 3
+    with registry.load(one, capacity=1, target="cpu", threads=1, where=shared) as cohort:
+        wanted = played(cohort, list(tokens))
+    with registry.load(ModelSpec.from_data(data), capacity=1, target="cpu", threads=1, where=shared) as cohort:
+        found = played(cohort, [tokens[:3], tokens[3:]])
+    for port in wanted:
+        np.testing.assert_array_equal(found[port].reshape(wanted[port].shape), wanted[port])
+
+
 # --- as data ------------------------------------------------------------------------------------------------------
 def graph(shape: Shape = SHAPES["all kinds of layers"], **changes: Any) -> Graph:
     return build_graph(spec(shape, **changes), context=7)
