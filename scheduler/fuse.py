@@ -152,7 +152,7 @@ def _norm(fold: _Folding, node: Node) -> bool:
         if node.outputs[0].id not in fold.values:  # else the addition before it has made it
             _terms(fold, node, fold.values[fold.source(node.inputs[0]).id])
         return True
-    if node.op == "cast" and (normed := _normed(fold, node.outputs[0])) is not None:
+    if node.op == "cast" and _normed(fold, node.outputs[0]) is not None:
         fold.values[node.outputs[0].id] = fold.values[node.inputs[0].id]  # rounded already
         return True
     if node.op == "tiled_matmul" and (normed := _normed(fold, node.inputs[0])) is not None:
