@@ -155,10 +155,8 @@ def _norm(fold: _Folding, node: Node) -> bool:
     if node.op == "cast" and _normed(fold, node.outputs[0]) is not None:
         fold.values[node.outputs[0].id] = fold.values[node.inputs[0].id]  # rounded already
         return True
-    if node.op == "tiled_matmul" and (normed := _normed(fold, node.inputs[0])) is not None:
-        inputs = [*(fold.values[v.id] for v in node.inputs), fold.squares[normed.outputs[0].id]]
-        attrs = {**node.attributes, "roles": _roles(node) | SQUARES, "eps": normed.attributes["eps"]}
-        fold.give(node.outputs[0], fold.again(node, inputs, attrs), node.label)
+    if node.op == "tiled_matmul" and _normed(fold, node.inputs[0]) is not None:
+        fold.give(node.outputs[0], _after_norm(fold, node), node.label)
         return True
     return _sum_before_norm(fold, node)
 
@@ -171,10 +169,20 @@ def _sum_before_norm(fold: _Folding, node: Node) -> bool:
         product = fold.product(value, "tiled_matmul")
         if product is None or not _is_plain(product):
             continue
-        (partials,) = fold.copy(product, splits=1)
+        partials = _after_norm(fold, product, splits=1)
         fold.give(node.outputs[0], _terms(fold, norm, fold.values[other.id], partials), node.label)
         return True
     return False
+
+
+def _after_norm(fold: _Folding, product: Node, **changes: Attribute) -> Value:
+    """A product, which scales its sums where what it reads is the result of a norm that was folded."""
+    inputs, attrs = [fold.values[v.id] for v in product.inputs], {**product.attributes, **changes}
+    normed = _normed(fold, product.inputs[0])
+    if normed is not None:
+        inputs.append(fold.squares[normed.outputs[0].id])
+        attrs |= {"roles": _roles(product) | SQUARES, "eps": normed.attributes["eps"]}
+    return fold.again(product, inputs, attrs)
 
 
 def _terms(fold: _Folding, norm: Node, x: Value, *partials: Value) -> Value:

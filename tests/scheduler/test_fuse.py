@@ -371,6 +371,17 @@ def test_a_norm_may_feed_several_products_and_a_sum_several_norms() -> None:
     assert second.attributes["offset"] == 1.0
 
 
+def test_partial_sums_of_a_product_after_a_norm_are_scaled_too() -> None:
+    def build(g: GraphBuilder) -> None:
+        x = g.input("x", f32(64))
+        x = g.op("add", x, tiled(g, norm(g, x, "one", offset=1.0), 64, "w"))
+        g.output("y", x)
+        g.output("z", tiled(g, norm(g, x, "other"), 8, "head"))
+
+    first, _ = (n for n in rounded(build).nodes if n.op == "tiled_matmul")
+    assert first.attributes["splits"] == 1 and first.attributes["roles"] == SQUARES
+
+
 def test_a_sum_that_is_shown_or_kept_still_folds() -> None:
     def build(g: GraphBuilder) -> None:
         x = g.op("add", g.register("r", f32(64)), tiled(g, g.input("x", f32(64)), 64, "first"))
@@ -542,18 +553,27 @@ def _step(draw: DrawFn, g: GraphBuilder, known: list[Value]) -> Value:
         return known[-1] if draw(st.booleans()) else draw(st.sampled_from(known))
 
     name = f"w{draw(st.integers(0, 2))}"
-    match draw(st.sampled_from(("product", "norm", "add", "relu", "gate", "view"))):
+
+    def normed(x: Value) -> Value:
+        return g.op("rms_norm", x, g.weight(f"norm {name}", f32(64)), offset=1.0)  # type: ignore[no-any-return]
+
+    match draw(st.sampled_from(("product", "norm", "block", "block", "add", "relu", "gate", "view"))):
         case "product":
             return tiled(g, pick(), 64, name)
         case "norm":
-            x = g.op("rms_norm", pick(), g.weight(f"norm {name}", f32(64)), offset=1.0)
-            return tiled(g, x, 64, name) if draw(st.integers(0, 3)) else x
+            return normed(pick())
+        case "block":
+            x = pick()
+            y = tiled(g, normed(x) if draw(st.booleans()) else x, 64, name)
+            y = g.op("relu", y) if draw(st.integers(0, 2)) == 0 else y
+            return g.op("add", x if draw(st.booleans()) else pick(), y)  # type: ignore[no-any-return]
         case "add":
             return g.op("add", pick(), pick())  # type: ignore[no-any-return]
         case "relu":
             return g.op("relu", pick())  # type: ignore[no-any-return]
         case "gate":
-            return g.op("gated_rms_norm", pick(), pick(), g.weight(f"norm {name}", f32(64)), groups=4, eps=0.1)  # type: ignore[no-any-return]
+            weight = g.weight(f"norm {name}", f32(64))
+            return g.op("gated_rms_norm", pick(), pick(), weight, groups=4, eps=0.1)  # type: ignore[no-any-return]
         case _:
             return g.op("reshape", g.op("reshape", pick(), shape=(4, 16)), shape=(64,))  # type: ignore[no-any-return]
 
@@ -566,8 +586,10 @@ def vectors(draw: DrawFn) -> Graph:
     for _ in range(draw(st.integers(2, 12))):
         known.append(_step(draw, g, known))
     g.update("r", draw(st.sampled_from(known)))
-    for i in range(draw(st.integers(1, 3))):
-        g.output(f"y{i}", known[-1] if i == 0 else draw(st.sampled_from(known)))
+    head = g.op("rms_norm", known[-1], g.weight("norm head", f32(64)), offset=1.0)
+    g.output("head", tiled(g, head, 64, "head"))
+    for i in range(draw(st.integers(0, 2))):
+        g.output(f"y{i}", draw(st.sampled_from(known)))
     return g.build()
 
 
