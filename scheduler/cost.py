@@ -64,10 +64,14 @@ class Share(BaseModel):
 
 
 def phase_seconds(phase: Phase, slots: int, target: Target) -> float:
-    """Time of one phase on one block that has the whole machine's share of a single block."""
+    """Time of one phase on one block that has the whole machine's share of a single block.
+
+    A phase that touches a few words of state waits for each session's in turn, which no bandwidth shortens.
+    """
     cost = phase.operator.cost(*phase.types)
     traffic = cost.weight_bytes + slots * (cost.state_bytes + cost.activation_bytes)
-    return max(_compute_seconds(phase, slots, target), traffic / target.bandwidth) * target.blocks
+    touches = slots * target.state_touch_s if phase.touches_state else 0.0
+    return max(_compute_seconds(phase, slots, target), traffic / target.bandwidth) * target.blocks + touches
 
 
 def floor(phases: Sequence[Phase], storages: Sequence[Storage], slots: int, waves: int, target: Target) -> Floor:

@@ -47,6 +47,7 @@ class Phase:
     outputs: tuple[Ref, ...]
     label: str
     after: frozenset[int] = frozenset()
+    touches_state: bool = False  # reaches into each session's state for some words instead of streaming it
 
     @property
     def places(self) -> tuple[tuple[int, Ref, int], ...]:
@@ -127,9 +128,18 @@ class _Lowering:
         for ref in outputs:
             self.writers[ref.storage] = index
             self.readers[ref.storage] = []
-        made = Phase(index, operator, tuple(v.type for v in inputs), refs, outputs, label, frozenset(after))
+        types = tuple(v.type for v in inputs)
+        of_state = any(self.storages[ref.storage].role is Role.STATE for ref in (*refs, *outputs))
+        touches = of_state and not _streams_state(operator, types)
+        made = Phase(index, operator, types, refs, outputs, label, frozenset(after), touches)
         self.phases.append(made)
         return made
+
+
+def _streams_state(operator: Operator, types: tuple[Type, ...]) -> bool:
+    """Whether an operator moves all of its state operands: a recurrence or attention, not a row written to a cache."""
+    held = sum(types[i].bytes for i in operator.state_operands)
+    return held > 0 and operator.cost(*types).state_bytes >= held
 
 
 def lower(graph: Graph) -> Lowered:

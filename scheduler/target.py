@@ -22,6 +22,7 @@ class Target(BaseModel):
     flops: dict[str, float]  # FLOP/s by precision of the products
     barrier_s: float  # one grid barrier
     least_task_s: float  # shorter shares of a phase are not worth a block
+    state_touch_s: float  # for a block to reach the state of one more session: they lie far apart, a TLB miss each
     cut: Literal["slots", "units"]  # whether a body gains from many sessions in one task, or any share will do
     devices: tuple[str, ...] = ()  # parts of the names by which a driver calls such a GPU
 
@@ -32,18 +33,18 @@ TARGETS = {
         Target(
             name="cpu", kind="cpu", blocks=8, memory_bytes=None, bandwidth=8 * 10e9,
             flops={"f32": 8 * 50e9, "tf32": 8 * 50e9, "bf16": 8 * 50e9}, barrier_s=2e-6, least_task_s=4e-6,
-            cut="slots",
+            state_touch_s=0.0, cut="slots",
         ),
         Target(
             name="h100-sxm", kind="cuda", blocks=132, memory_bytes=80 * 10**9, bandwidth=3.35e12,
             flops={"f32": 66.9e12, "tf32": 494.5e12, "bf16": 989e12}, barrier_s=0.9e-6, least_task_s=0.2e-6,
-            cut="units",
+            state_touch_s=1.5e-6, cut="units",
             devices=("H100 80GB HBM3", "H100 SXM"),
         ),
         Target(
             name="h200", kind="cuda", blocks=132, memory_bytes=141 * 10**9, bandwidth=4.8e12,
             flops={"f32": 66.9e12, "tf32": 494.5e12, "bf16": 989e12}, barrier_s=0.9e-6, least_task_s=0.2e-6,
-            cut="units",
+            state_touch_s=1.5e-6, cut="units",
             devices=("H200",),
         ),
     )

@@ -189,3 +189,31 @@ def test_no_graph_is_predicted_to_be_faster_than_its_floor(graph: Graph, slots: 
     note(print_graph(graph))
     made = compiled(graph, capacity=slots, steps=steps, target=target)
     assert made.floor.floor_ms <= made.predicted_ms
+
+
+def touching(g: GraphBuilder) -> None:
+    h = g.op("add", g.register("h", f32(250)), g.input("x", f32(250)))
+    g.update("h", h)
+    g.output("y", g.op("tanh", h))
+
+
+def test_a_phase_that_reaches_into_state_waits_for_every_session() -> None:
+    g = builder()
+    touching(g)
+    graph = g.build()
+    far = SLOW.model_copy(update={"state_touch_s": 0.5})
+    add, tanh = lowered_beat(graph).phases
+    assert (add.touches_state, tanh.touches_state) == (True, True)  # tanh reads the state that add made in place
+    for slots in (1, 7):
+        near = cost.phase_seconds(add, slots, SLOW)
+        assert cost.phase_seconds(add, slots, far) == pytest.approx(near + 0.5 * slots)
+    floors = [compile_graph(graph, SELECTION, machine, capacity=7).floor for machine in (SLOW, far)]
+    assert floors[0] == floors[1]
+
+
+def test_what_reaches_into_state_is_spread_over_the_blocks() -> None:
+    g = builder()
+    touching(g)
+    far = SLOW.model_copy(update={"state_touch_s": 0.5})
+    tasks = compile_graph(g.build(), SELECTION, far, capacity=8).program.tasks
+    assert [len(tasks[tasks["payload"] == phase]) for phase in (0, 1)] == [4, 4]

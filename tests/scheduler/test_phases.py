@@ -12,7 +12,7 @@ from tests.scheduler.graphs import Meant, agree, builder, compiled, graphs, lowe
 from wpk.ir.errors import CompileError, GraphError
 from wpk.ir.graph import Graph, GraphBuilder, Value
 from wpk.ir.text import parse_graph, print_graph
-from wpk.ir.types import boolean, f32, i32
+from wpk.ir.types import bf16, boolean, f32, i32
 from wpk.scheduler.program import Role
 
 Build = Callable[[GraphBuilder], object]
@@ -443,3 +443,16 @@ def test_a_phase_waits_for_all_that_it_shares_bytes_with(graph: Graph) -> None:
             read, seen = ({r.storage for r in p.inputs} for p in (phase, other))
             if mine & (theirs | seen) or read & theirs:
                 assert other.index in before[phase.index], (told(lowered), phase.index, other.index)
+
+
+# --- state at hand ------------------------------------------------------------------------------------------------
+def test_recurrences_and_attention_stream_state_and_rows_of_caches_touch_it() -> None:
+    g = builder()
+    rows = g.input("rows", f32(64))
+    query, cache = g.op("qkv_split", rows, g.cache("kv", bf16(2, 1, 16)), g.position(), scale=0.25)
+    g.replace("kv", cache)
+    g.output("y", g.op("kv_attention", query, cache, g.position(), heads=2))
+    found = {p.operator.name: p.touches_state for p in lowered_beat(g.build()).phases}
+    assert found == {
+        "qkv_split": True, "attention_parts": False, "attention_merge": False, "increment": True, "copy": True
+    }  # fmt: skip
