@@ -19,7 +19,7 @@ from wpk.scheduler.place import place, predicted_seconds
 from wpk.scheduler.program import Program
 from wpk.scheduler.rewrite import expand, unroll
 from wpk.scheduler.target import Target
-from wpk.scheduler.waves import assign_waves
+from wpk.scheduler.waves import assign_waves, use_slack
 
 MAX_CAPACITY = 1 << 16
 
@@ -76,7 +76,7 @@ def compile_graph(
             f"capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}", found=capacity
         )
     lowered = lower_beat(graph, library, target, steps, show)
-    waves = assign_waves(lowered.phases)
+    waves = use_slack(lowered, assign_waves(lowered.phases), capacity, target)
     show("waves", waves)
     layout = plan(lowered, waves, capacity)
     show("memory", layout)
