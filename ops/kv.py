@@ -290,7 +290,7 @@ class KvAttention(Operator):
 
     q bf16[H d], the scale of the scores in it; cache bf16[T, 2, G, d], keys then values; position i32 scalar, clipped
     to [0, T). Query head h reads key head h // (H / G) (grouped-query attention, Ainslie et al. 2023). Result [H d] of
-    dtype `out`. splits: ranges of rows that are read apart; 0 leaves it to the expansion.
+    dtype `out`. splits: ranges of rows that are read apart, 0 leaves it to the expansion; a GPU's suit its blocks.
     """
 
     q = operand("q", dtypes=DType.BF16, weight=False)

@@ -41,14 +41,25 @@ def _quiet(name: str, result: object) -> None:
     """Nobody looks at the passes."""
 
 
-def lower_beat(graph: Graph, library: Library, target: Target, steps: int = 1, show: Show = _quiet) -> Lowered:
-    """The passes that do not know the capacity: one step's graph to the phases of a beat."""
+def lower_beat(
+    graph: Graph,
+    library: Library,
+    target: Target,
+    steps: int = 1,
+    show: Show = _quiet,
+    capacity: int | None = None,
+) -> Lowered:
+    """The passes before waves: one step's graph to the phases of a beat.
+
+    capacity: sessions, by which attention is cut for the target's blocks; None leaves it as it expands. It decides
+    neither which phases there are nor their weights.
+    """
     check_graph(graph, library)
     expanded = expand(graph, library)
     show("expand", expanded)
     fused = fuse(expanded, library)
     show("fuse", fused)
-    owned = own_rows(fused, library, target)
+    owned = own_rows(fused, library, target, capacity)
     show("own_rows", owned)
     beat = unroll(owned, library, steps)
     show("unroll", beat)
@@ -75,7 +86,7 @@ def compile_graph(
         raise CapacityError(
             f"capacity {capacity} cannot be had", capacity=capacity, wanted=f"1 to {MAX_CAPACITY}", found=capacity
         )
-    lowered = lower_beat(graph, library, target, steps, show)
+    lowered = lower_beat(graph, library, target, steps, show, capacity)
     waves = use_slack(lowered, assign_waves(lowered.phases), capacity, target)
     show("waves", waves)
     layout = plan(lowered, waves, capacity)

@@ -7,10 +7,10 @@ import pytest
 from tests.scheduler.graphs import SELECTION, Meant, agree, builder, only, tiled, weights_of
 from wpk.ir.check import check_graph
 from wpk.ir.graph import Graph, GraphBuilder, Value
-from wpk.ir.types import f32
+from wpk.ir.types import bf16, f32, i32
 from wpk.ops.tiles import GROUP, MOST_ROWS, chunks_of
 from wpk.scheduler.fuse import fuse
-from wpk.scheduler.ownership import MOST_SPLITS, cut, own_rows
+from wpk.scheduler.ownership import LEAST_ROWS, MOST_RANGES, MOST_SPLITS, cut, own_rows, ranges
 from wpk.scheduler.rewrite import expand
 from wpk.scheduler.target import Target, find_target
 
@@ -64,6 +64,31 @@ def test_every_cut_can_be_packed(target: Target, partial: bool) -> None:
 
 def test_a_cpu_never_splits_columns() -> None:
     assert cut(4480, 10240, CPU, partial=True) == cut(4480, 10240, CPU, partial=False) == (32, 1)
+
+
+# --- ranges of caches ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "slots", "wanted"),
+    [
+        (1500, 56, 7),  # 392 of 396 that three a block would be; six: 336 of 396
+        (8192, 64, 2),  # 128 of 132
+        (8192, 132, 1),
+        (8192, 33, 4),
+        (8192, 40, 13),  # 520 of 528; of at most eight, three: 120 of 132
+        (256, 56, 2),  # 112 of 132, as four: the fewer
+        (100, 1, 1),
+        (1500, 1, 16),
+    ],
+)
+def test_ranges_come_out_even(rows: int, slots: int, wanted: int) -> None:
+    assert ranges(rows, slots, H200) == wanted
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 640, 5000])
+def test_ranges_are_not_too_short(rows: int) -> None:
+    for slots in range(1, 300):
+        found = ranges(rows, slots, H200)
+        assert 1 <= found <= MOST_RANGES and (found == 1 or rows >= found * LEAST_ROWS)
 
 
 # --- the pass -----------------------------------------------------------------------------------------------------
@@ -139,3 +164,27 @@ def test_other_graphs_are_left_as_they_are() -> None:
     g.output("y", g.op("linear", g.input("x", f32(6)), g.weight("w", f32(6, 6))))
     expanded = expand(g.build(), SELECTION)
     assert str(own_rows(expanded, SELECTION, H200)) == str(expanded)
+
+
+def attention(*, shown: bool) -> Graph:
+    g = builder()
+    q, cache = g.input("q", bf16(64)), g.input("cache", bf16(256, 2, 2, 16))
+    parts = g.op("attention_parts", q, cache, g.input("position", i32()), heads=4, splits=3)
+    g.output("y", g.op("attention_merge", parts))
+    if shown:
+        g.output("parts", parts)
+    return g.build()
+
+
+def test_attention_is_cut_for_the_capacity_of_a_gpu() -> None:
+    whole = attention(shown=False)
+    for target, capacity, wanted in ((H200, 33, 4), (H200, 132, 1), (H200, None, 3), (CPU, 33, 3)):
+        made = own_rows(whole, SELECTION, target, capacity)
+        check_graph(made, SELECTION)
+        assert only(made, "attention_parts").outputs[0].type == f32(wanted, 4, 18)
+        agree(whole, Meant(made, {}), Meant(whole, {}), beats=3)
+
+
+def test_attention_whose_parts_are_shown_keeps_them() -> None:
+    made = own_rows(attention(shown=True), SELECTION, H200, 33)
+    assert only(made, "attention_parts").outputs[0].type == f32(3, 4, 18)
