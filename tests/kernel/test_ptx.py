@@ -12,6 +12,7 @@ import pytest
 if importlib.util.find_spec("numba_cuda") is None:
     pytest.skip("numba-cuda is not installed", allow_module_level=True)
 
+from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
@@ -20,15 +21,20 @@ from wpk.kernel.ptx import INSTRUCTIONS, Effect, Instruction
 
 SIGNATURE = types.void(types.int64, types.int32, types.float32)
 ARGUMENT = {"l": "l", "r": "r", "f": "f"}
-KEEP = {"l": "ptx.store_relaxed_gpu(l, {})", "r": "ptx.store_relaxed_sys_32(l, {})"}
+KEEP = {"l": "ptx.store_relaxed_gpu(l, {})", "r": "ptx.store_relaxed_sys_32(l, {})", "f": "ptx.store_1(l, {})"}
 
 
-def ptx_of(source: str) -> list[str]:
-    """The instructions of a kernel `kernel(l: i64, r: i32, f: f32)` with this body, one a line."""
-    space: dict[str, Any] = {"ptx": ptx}
+def text_of(source: str, **names: Any) -> str:
+    """PTX of a kernel `kernel(l: i64, r: i32, f: f32)` with this body."""
+    space: dict[str, Any] = {"ptx": ptx, "cuda": cuda, "types": types, **names}
     lines = "\n".join(f"    {line}" for line in source.splitlines())
     exec(f"def kernel(l, r, f):\n{lines}\n", space)
-    text = compile_ptx(space["kernel"], SIGNATURE, "probe")
+    return compile_ptx(space["kernel"], SIGNATURE, "probe")
+
+
+def ptx_of(source: str, **names: Any) -> list[str]:
+    """Its instructions, one a line."""
+    text = text_of(source, **names)
     body = text[text.index("{", text.index(".entry")) :]
     return [line.strip() for line in body.splitlines() if line.strip() and not line.strip().startswith("//")]
 
@@ -39,9 +45,11 @@ def calls(row: Instruction) -> str:
 
 def use(row: Instruction) -> str:
     """Python that calls an instruction in a way that LLVM can't drop."""
-    if row.results == "f":
-        return f"x = {calls(row)}\nif x > f:\n    ptx.store_relaxed_gpu(l, 1)"
-    return KEEP[row.results].format(calls(row)) if row.results else calls(row)
+    if not row.results:
+        return calls(row)
+    names = [f"x{i}" for i in range(len(row.results))]
+    kept = [KEEP[kind].format(name) for kind, name in zip(row.results, names, strict=True)]
+    return "\n".join([f"{', '.join(names)} = {calls(row)}", *kept])
 
 
 def pattern(row: Instruction) -> str:
@@ -55,6 +63,19 @@ def test_the_instruction_is_emitted_as_written(row: Instruction) -> None:
     assert found, row.template
 
 
+@pytest.mark.parametrize("row", [row for row in INSTRUCTIONS if len(row.results) > 1], ids=lambda row: row.name)
+def test_several_results_come_in_their_order(row: Instruction) -> None:
+    lines = ptx_of(use(row))
+    (written,) = (line for line in lines if re.search(pattern(row), line))
+    registers = re.findall(r"%[a-z]+\d+", written)[: len(row.results)]
+    assert len(set(registers)) == len(row.results)
+    # Registers may be copied between the instruction and its stores.
+    origin = {target: source for line in lines for target, source in re.findall(r"^mov\.\w+\s+(\S+), (\S+);", line)}
+    opcode = {"f": "st.global.f32", "r": "st.relaxed.sys.global.u32", "l": "st.relaxed.gpu.global.u64"}[row.results[0]]
+    stored = [m.group(1) for line in lines if (m := re.search(rf"{re.escape(opcode)} \[\S+\], (\S+);", line))]
+    assert [origin.get(name, name) for name in stored] == registers
+
+
 @pytest.mark.parametrize("row", INSTRUCTIONS, ids=lambda row: row.name)
 def test_an_unused_call_is_dropped_only_where_it_has_no_effect(row: Instruction) -> None:
     kept = any(re.search(pattern(row), line) for line in ptx_of(calls(row)))
@@ -63,11 +84,56 @@ def test_an_unused_call_is_dropped_only_where_it_has_no_effect(row: Instruction)
 
 @pytest.mark.skipif(find_ptxas() is None, reason="ptxas is not installed")
 def test_ptxas_takes_all_of_them(tmp_path: Path) -> None:
-    space: dict[str, Any] = {"ptx": ptx}
-    lines = "\n".join("    " + line for row in INSTRUCTIONS for line in use(row).splitlines())
-    exec(f"def kernel(l, r, f):\n{lines}\n", space)
-    assemble(compile_ptx(space["kernel"], SIGNATURE, "probe"), tmp_path / "all.cubin")
+    assemble(text_of("\n".join(use(row) for row in INSTRUCTIONS)), tmp_path / "all.cubin")
     assert (tmp_path / "all.cubin").stat().st_size > 0
+
+
+# --- what is not a row ------------------------------------------------------------------------------------------------
+def test_every_kind_of_state_space_is_said_where_it_is_known() -> None:
+    for row in INSTRUCTIONS:
+        if row.name.startswith("shared_"):
+            assert ".shared" in row.template and row.operands[0] == "r"  # 32-bit addresses
+        if row.name.startswith(("load_l2", "load_constant", "load_early", "store_")):
+            assert ".global" in row.template and row.operands[0] == "l"
+        if "::complete_tx" in row.template:
+            assert row.operands[:2] == "rl" and row.effect is Effect.MEMORY
+
+
+def test_a_shared_address_is_that_of_the_array() -> None:
+    lines = ptx_of(
+        "memory = cuda.shared.array(0, types.uint8)\nplace = ptx.shared_address(memory)\n"
+        "ptx.shared_store_32(place, r)\nptx.store_32(l, ptx.shared_load_32(place))"
+    )
+    text = "\n".join(lines)
+    (converted,) = re.findall(r"cvta\.to\.shared\.u64 t, (%rd\d+); cvt\.u32\.u64 (%r\d+), t;", text)
+    assert f"st.shared.u32 [{converted[1]}], %r" in text and re.search(
+        rf"ld\.shared\.u32 %r\d+, \[{converted[1]}\]", text
+    )
+
+
+@pytest.mark.skipif(find_ptxas() is None, reason="ptxas is not installed")
+@pytest.mark.parametrize("columns", [8, 88, 176])
+def test_a_product_of_matrices_is_four_steps_over_64_columns(columns: int, tmp_path: Path) -> None:
+    count = columns // 2
+    stores = "\n".join(f"ptx.store_1(l + {4 * i}, sums[{i}])" for i in range(count))
+    source = f"sums = multiply(multiply(zeros(), l, l + 7), l, l)\n{stores}"
+    names = {"zeros": ptx.make_zeros(count), "multiply": ptx.make_wgmma(columns)}
+    whole = text_of(source, **names)
+    assemble(whole, tmp_path / "product.cubin")
+    text = whole[whole.index(".entry") :]
+    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+) \{([^}]*)\}, a, b, p, 1, 1, 0, 0;", text)
+    assert [kind for kind, _ in products] == [f"m64n{columns}k16.f32.bf16.bf16"] * 8
+    for _, registers in products:
+        assert len(set(registers.split(", "))) == count
+    # A step is 16 columns, 32 bytes; an address in a descriptor counts 16 bytes.
+    assert (
+        re.findall(r"add\.s64 a, %rd\d+, (\d+); add\.s64 b, %rd\d+, (\d+);", text)
+        == [(str(2 * k), str(2 * k)) for k in range(4)] * 2
+    )
+    order = re.findall(r"wgmma\.(fence|mma_async|commit_group|wait_group)", text)
+    assert order == (["fence"] + ["mma_async"] * 4 + ["commit_group", "wait_group"]) * 2
+    assert text.count("wait_group.sync.aligned 0;") == 2
+    assert text.count("st.global.f32") == count
 
 
 def test_a_placed_read_stays_in_its_loop() -> None:
@@ -100,5 +166,6 @@ def test_products_are_fused_only_where_the_code_says_so() -> None:
 
 def test_integers_are_signed_and_documented() -> None:
     for row in INSTRUCTIONS:
-        assert set(row.results + row.operands) <= set("rlf") and len(row.results) <= 1
+        assert set(row.results + row.operands) <= set("rlf")
+        assert len(set(row.results)) <= 1  # several results are of one kind: numba's tuples of one type
         assert row.template in (ptx.BY_NAME[row.name].__doc__ or "")
