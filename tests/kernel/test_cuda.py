@@ -25,9 +25,9 @@ from wpk.kernel.control import Poison
 from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cubin import ENTRY, build_cubin
 from wpk.kernel.cuda import CudaKernel
-from wpk.kernel.plan import scratch_bytes, task_table, transfers
 from wpk.kernel.driver import Gpu, find_device
 from wpk.kernel.layout import BLOCK_THREADS, SHARED_LIMIT
+from wpk.kernel.plan import scratch_bytes, task_table, transfers
 from wpk.ops.payload import Arena
 from wpk.registry.load import open_weights
 from wpk.registry.loading import fill_arenas
@@ -46,7 +46,7 @@ def percentiles(nanoseconds: list[int]) -> str:
 def test_a_block_finds_its_tasks_of_every_wave() -> None:
     program = compiled("small").program
     tasks, starts = task_table(program)
-    assert starts.shape == (program.blocks, program.waves + 2)
+    assert starts.shape == (program.blocks, program.waves + 1)
     seen = 0
     for block in range(program.blocks):
         for wave in range(program.waves):

@@ -1,0 +1,266 @@
+"""What a launch derives from a program, on small programs of which one can see what must come out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wpk.ir.errors import ProgramError
+from wpk.kernel import layout
+from wpk.kernel.layout import MAP_BYTES, ORDER_BYTES, Shape
+from wpk.kernel.plan import (
+    WEIGHTS_ONLY,
+    TensorMap,
+    order_table,
+    stream_table,
+    task_table,
+    tensor_maps,
+    warm_table,
+    window_sessions,
+)
+from wpk.ops.payload import ABSENT, OPERANDS, PAYLOAD, Arena, Reference
+from wpk.scheduler.program import ARENA_OF, NONE, PORT, TASK, USE, VALUE, Program, Role
+
+SLOTS, BLOCKS = 4, 2
+BASES = (1 << 40, 2 << 40, 3 << 40, 4 << 40)  # of the arenas on a device
+MAPS = 5 << 40
+
+Chore = tuple[int, int, int, int, int]  # block, slots from, to, parts from, to
+
+
+class Sketch:
+    """A program written down value by value and phase by phase."""
+
+    def __init__(self, slots: int = SLOTS) -> None:
+        self.slots, self.sizes = slots, dict.fromkeys(Arena, 0)
+        self.values: list[tuple[Any, ...]] = []
+        self.names: list[str] = []
+        self.payloads: list[Any] = []
+        self.uses: list[Any] = []
+        self.tasks: list[tuple[int, ...]] = []
+        self.operators: list[str] = []
+
+    def value(self, name: str, role: Role, size: int) -> int:
+        """A value of so many bytes a slot, in its arena behind those before it; every slot's on cache lines."""
+        arena, stride = ARENA_OF[role], -(-size // 64) * 64
+        offset = self.sizes[arena]
+        self.sizes[arena] += stride * (1 if role is Role.WEIGHT else self.slots)
+        self.values.append((arena, role, 0, 0, NONE, NONE, 0, offset, size, 0 if role is Role.WEIGHT else stride, 0))
+        self.names.append(name)
+        return len(self.values) - 1
+
+    def phase(self, wave: int, name: str, operands: list[int | None], parameters: list[int], *chores: Chore) -> None:
+        """A payload over these values, in their order; None: absent."""
+        operator = f"{name}@1"
+        if operator not in self.operators:
+            self.operators.append(operator)
+        record, use = np.zeros((), PAYLOAD), np.zeros(OPERANDS, USE)
+        record["opcode"], record["operands"] = self.operators.index(operator), len(operands)
+        record["reference"] = ABSENT
+        use["value"] = NONE
+        for place, index in enumerate(operands):
+            if index is not None:
+                arena, _, _, _, _, _, _, offset, size, stride, _ = self.values[index]
+                record["reference"][place] = Reference(arena, offset, stride).packed
+                record["stride"][place] = stride
+                use[place] = index, 0, size
+        record["parameter"][: len(parameters)] = parameters
+        payload = len(self.payloads)
+        self.payloads.append(record)
+        self.uses.append(use)
+        self.tasks += [(payload, wave, *chore, 0) for chore in chores or [(0, 0, self.slots, 0, 1)]]
+
+    def program(self) -> Program:
+        tasks = np.array(sorted(self.tasks, key=lambda t: (t[1], t[2])), TASK)
+        return Program(
+            self.slots, BLOCKS, int(tasks["wave"].max()) + 1, 1, tuple(self.sizes.values()),  # type: ignore[arg-type]
+            np.array(self.payloads, PAYLOAD), tasks, np.array(self.values, VALUE), np.array(self.uses, USE),
+            np.zeros(0, PORT), tuple(self.operators), tuple(self.names), (),
+            tuple(f"phase {i}" for i in range(len(self.payloads))),
+        )  # fmt: skip
+
+
+def hybrid(slots: int = SLOTS) -> Program:
+    """Two Mamba-2 steps and an attention, as far as the plan looks: 8 waves.
+
+    wave 0  norm of x into h                       block 0
+    wave 1  projection of h: mixed, ring           blocks 0 and 1
+    wave 2  step of the state by mixed: y          block 1
+    wave 3  projection of y: q, cache              blocks 0 and 1
+    wave 4  attention of q over the cache: sums    blocks 0 and 1
+    wave 5  merge of the sums: z                   block 0
+    wave 6  product of z: out; norm of x into h    blocks 0 and 1
+    wave 7  step of the state by mixed again: y    block 0, its upper two slots block 1
+    """
+    s = Sketch(slots)
+    tiles = s.value("tiles", Role.WEIGHT, 4096)
+    constants = s.value("constants", Role.WEIGHT, 200)
+    norm = s.value("norm", Role.WEIGHT, 400)
+    state, ring, cache = (
+        s.value(name, Role.STATE, size) for name, size in (("state", 16384), ("ring", 1920), ("cache", 8192))
+    )
+    position = s.value("position", Role.STATE, 4)
+    x, h, squares, mixed, y, q, sums, z, out = (
+        s.value(name, Role.TEMPORARY, size)
+        for name, size in (
+            ("x", 400), ("h", 200), ("squares", 4), ("mixed", 1600), ("y", 256), ("q", 256), ("sums", 2112), ("z", 256),
+            ("out", 400),
+        )
+    )  # fmt: skip
+    for wave in (0, 6):
+        s.phase(wave, "rms_norm_terms", [x, norm, None, x, h, squares], [100, 0])
+    every = slots
+    projection = [352, 100, 2, 32, 320, 8, 1]
+    ring_in = [h, tiles, squares, constants, ring, mixed, ring]
+    s.phase(1, "mamba2_projection", ring_in, projection, (0, 0, every, 0, 1), (1, 0, every, 1, 2))
+    s.phase(2, "mamba2_step", [mixed, state, y, state], [8, 32, 1, 32], (1, 0, every, 0, 8))
+    s.phase(
+        3, "qkv_projection", [y, tiles, None, cache, position, q, cache], [64, 2, 2, 1, 64, 16],
+        (0, 0, every, 0, 1), (1, 0, every, 1, 2),
+    )  # fmt: skip
+    s.phase(
+        4, "attention_parts", [q, cache, position, sums], [2, 1, 64, 16, 2], (0, 0, every, 0, 1), (1, 0, every, 1, 2)
+    )
+    s.phase(5, "attention_merge", [sums, z], [2, 64, 2, 1])
+    s.phase(6, "tiled_matmul", [z, tiles, None, None, out], [100, 64, 2, 0], (0, 0, every, 0, 1), (1, 0, every, 1, 2))
+    s.phase(7, "mamba2_step", [mixed, state, y, state], [8, 32, 1, 32], (0, 0, 2, 0, 8), (1, 2, every, 0, 8))
+    return s.program()
+
+
+# Payloads in the order of `hybrid`.
+NORM, NORM_AGAIN, MAMBA, STEP, QKV, PARTS, MERGE, PRODUCT, STEP_AGAIN = range(9)
+
+
+# --- tasks --------------------------------------------------------------------------------------------------------
+def test_tasks_are_sorted_by_block_and_then_by_wave() -> None:
+    tasks, starts = task_table(hybrid())
+    first = [NORM, MAMBA, QKV, PARTS, MERGE, NORM_AGAIN, PRODUCT, STEP_AGAIN]
+    second = [MAMBA, STEP, QKV, PARTS, PRODUCT, STEP_AGAIN]
+    assert tasks["payload"].tolist() == first + second
+    assert tasks["block"].tolist() == [0] * len(first) + [1] * len(second)
+    #                           wave 0  1  2  3  4  5  6  7  end
+    assert starts.tolist() == [[0, 1, 2, 2, 3, 4, 5, 7, 8], [8, 8, 9, 10, 11, 12, 12, 13, 14]]
+
+
+def test_a_block_without_tasks_has_none_in_any_wave() -> None:
+    program = dataclasses.replace(hybrid(), blocks=4)
+    _, starts = task_table(program)
+    assert starts.shape == (4, 9) and (starts[2:] == 14).all()
+
+
+def test_an_order_holds_a_payload_the_addresses_that_it_means_and_a_task_s_ranges() -> None:
+    program = hybrid()
+    tasks, _ = task_table(program)
+    orders = order_table(program, tasks, BASES, MAPS)
+    assert orders.shape == (14, ORDER_BYTES) and orders.dtype == np.uint8
+    for row, task in zip(orders, tasks, strict=True):
+        assert row[:128].tobytes() == program.payloads[task["payload"]].tobytes()
+    word = lambda row, at: int(row[at : at + 8].view(np.uint64)[0])  # noqa: E731
+    addresses = [word(orders[1], layout.ORDER_ADDRESSES + 8 * i) for i in range(OPERANDS)]  # of MAMBA, block 0
+    weights, states, temporaries = BASES[Arena.WEIGHTS], BASES[Arena.STATE], BASES[Arena.ACTIVATIONS]
+    # Values lie one behind the other: four slots of x are 4 * 448 bytes, of h 4 * 256, of squares 4 * 64.
+    ring = states + 4 * 16384
+    assert addresses == [
+        temporaries + 1792,
+        weights,
+        temporaries + 2816,
+        weights + 4096,
+        ring,
+        temporaries + 3072,
+        ring,
+    ]
+    assert [word(orders[1], at) for at in (layout.ORDER_MAP, layout.ORDER_WINDOW)] == [
+        MAPS + 2 * MAP_BYTES * MAMBA, MAPS + 2 * MAP_BYTES * MAMBA + MAP_BYTES,
+    ]  # fmt: skip
+    ranges = [
+        orders[:, at : at + 4].view(np.int32).reshape(-1)
+        for at in (layout.ORDER_SLOT_LO, layout.ORDER_SLOT_HI, layout.ORDER_PART_LO, layout.ORDER_PART_HI)
+    ]
+    assert [r[7] for r in ranges] == [0, 2, 0, 8] and [r[13] for r in ranges] == [2, 4, 0, 8]  # both of STEP_AGAIN
+    assert [r[8] for r in ranges] == [0, 4, 1, 2]  # MAMBA, block 1
+    assert word(orders[2], layout.ORDER_ADDRESSES + 16) == 0  # absent: the squares of QKV
+    assert not any(word(row, layout.ORDER_ADDRESSES + 48) for row in orders[[0, 3, 4, 5, 6, 7]])  # no seventh operand
+
+
+# --- what is streamed ---------------------------------------------------------------------------------------------
+def test_a_block_streams_its_streamed_tasks_in_their_order() -> None:
+    program = hybrid()
+    streams, starts = stream_table(program, task_table(program)[0])
+    assert starts.tolist() == [0, 5, 11]
+    assert streams.tolist() == [
+        # order, its wave, the wave that its early bytes wait for, the next entry's order
+        [1, 1, WEIGHTS_ONLY, 2], [2, 3, WEIGHTS_ONLY, 3], [3, 4, 3, 6], [6, 6, WEIGHTS_ONLY, 7], [7, 7, 2, 8],
+        [8, 1, WEIGHTS_ONLY, 9], [9, 2, WEIGHTS_ONLY, 10], [10, 3, WEIGHTS_ONLY, 11], [11, 4, 3, 12],
+        [12, 6, WEIGHTS_ONLY, 13], [13, 7, 2, 0],
+    ]  # fmt: skip
+
+
+def test_a_program_that_streams_nothing_has_no_entries() -> None:
+    s = Sketch()
+    x, norm, h, squares = (
+        s.value(n, r, 400)
+        for n, r in (("x", Role.TEMPORARY), ("w", Role.WEIGHT), ("h", Role.TEMPORARY), ("s", Role.TEMPORARY))
+    )
+    s.phase(0, "rms_norm_terms", [x, norm, None, x, h, squares], [100, 0])
+    program = s.program()
+    streams, starts = stream_table(program, task_table(program)[0])
+    assert streams.shape == (0, 4) and starts.tolist() == [0, 0, 0]
+    assert tensor_maps(program, Shape(0)) == []
+
+
+# --- weights that are warmed ----------------------------------------------------------------------------------------
+def test_the_largest_small_weight_of_a_wave_is_warmed() -> None:
+    weights = BASES[Arena.WEIGHTS]
+    norm, tiles = [weights + 4096 + 256, 400], [weights, 4096]
+    none = [0, 0]
+    # Whole pieces of 16 bytes; in wave 6 the tiles are larger than the norm's weight.
+    assert warm_table(hybrid(), weights).tolist() == [norm, tiles, none, tiles, none, none, tiles, none]
+
+
+# --- tensor maps ------------------------------------------------------------------------------------------------------
+def test_activations_caches_and_windows_have_maps() -> None:
+    made = {(m.payload, m.which): m for m in tensor_maps(hybrid(), Shape(64))}
+    act, state = Arena.ACTIVATIONS, Arena.STATE
+    ring, cache = 4 * 16384, 4 * (16384 + 1920)
+    y = 4 * (448 + 256 + 64 + 1600)
+    z = y + 4 * (256 + 256 + 2112)
+    assert made == {
+        # x [slots, k] of a product: 64 columns of all slots
+        (MAMBA, 0): TensorMap(MAMBA, 0, act, 4 * 448, (100, 4), (256,), (64, 4), True),
+        (QKV, 0): TensorMap(QKV, 0, act, y, (64, 4), (256,), (64, 4), True),
+        (PRODUCT, 0): TensorMap(PRODUCT, 0, act, z, (64, 4), (256,), (64, 4), True),
+        # ring [slots, 3, channels]: the channels of a part
+        (MAMBA, 1): TensorMap(MAMBA, 1, state, ring, (320, 3, 4), (640, 1920), (176, 3, 4), False),
+        # cache [slots, 2 groups, rows, width]: keys and values of 8 rows
+        (PARTS, 0): TensorMap(PARTS, 0, state, cache, (64, 16, 2, 4), (256, 128, 8192), (64, 8, 2, 1), True),
+    }
+
+
+@pytest.mark.parametrize(("slots", "sessions", "rows"), [(1, 64, 1), (64, 64, 64), (65, 128, 65), (130, 128, 128)])
+def test_a_box_of_activations_has_the_sessions_of_a_tile(slots: int, sessions: int, rows: int) -> None:
+    made = {(m.payload, m.which): m for m in tensor_maps(hybrid(slots), Shape(sessions))}
+    assert made[PRODUCT, 0].box == (64, rows) and made[PRODUCT, 0].sizes == (64, slots)
+    assert made[PARTS, 0].box == (64, 8, 2, 1)
+
+
+@pytest.mark.parametrize("sessions", [64, 128])
+def test_boxes_of_windows_cover_a_tile_and_fit_a_stage(sessions: int) -> None:
+    shape = Shape(sessions)
+    for slots in range(1, 200):
+        each, most = window_sessions(slots, shape), min(slots, sessions)
+        boxes = -(-most // each)
+        assert 1 <= each <= shape.window_sessions and each * (boxes - 1) < most
+        assert layout.TAP_BYTES + each * layout.WINDOW_BYTES <= shape.stage_bytes
+        assert boxes == -(-most // shape.window_sessions)  # no more boxes than there must be
+
+
+@pytest.mark.parametrize(("field", "amount"), [("reference", 8), ("stride", 4)])
+def test_an_operand_that_no_box_can_start_at_is_refused(field: str, amount: int) -> None:
+    program = hybrid()
+    payloads = program.payloads.copy()
+    payloads[field][PRODUCT, 0] += amount
+    with pytest.raises(ProgramError, match=f"phase {PRODUCT}: an operand that the copy engine cannot address"):
+        tensor_maps(dataclasses.replace(program, payloads=payloads), Shape(64))
