@@ -28,7 +28,15 @@ from wpk.kernel.control import OUTPUT_EPOCH, POISON, ControlPage, Poison, aligne
 from wpk.kernel.cubin import CAPABILITY, ENTRY, Cubin, build_cubin
 from wpk.kernel.driver import Device, Gpu, find_device
 from wpk.kernel.layout import BLOCK_THREADS, MAP_BYTES, SCRATCH_WORDS, THREADS, shape_of
-from wpk.kernel.plan import fence_table, scratch_bytes, stream_table, task_table, tensor_maps, transfers
+from wpk.kernel.plan import (
+    order_table,
+    scratch_bytes,
+    stream_table,
+    task_table,
+    tensor_maps,
+    transfers,
+    warm_table,
+)
 from wpk.ops.memory import view_i32
 from wpk.ops.payload import Arena
 from wpk.scheduler.program import Direction, Program
@@ -171,11 +179,13 @@ class CudaKernel:
         return self._gpu.read(address, self.program.arenas[arena])
 
     def trace(self) -> NDArray[np.int64]:
-        """[waves, blocks, 2]: when each block started and ended each wave of the last beat, ns of the GPU's clock."""
-        waves, blocks = self.program.waves, self.program.blocks
-        if not self._trace:
-            return np.zeros((0, blocks, 2), np.int64)
-        return self._gpu.read(self._trace, 16 * waves * blocks).view(np.int64).reshape(waves, blocks, 2)
+        """[waves, blocks, STAMPS]: the moments of each wave of the last beat, ns of the GPU's clock (`kernel.layout`).
+
+        Empty where the kernel was not asked to record them.
+        """
+        waves, blocks = self.program.waves if self._trace else 0, self.program.blocks
+        size = 8 * layout.STAMPS * waves * blocks
+        return self._gpu.read(self._trace, size).view(np.int64).reshape(waves, blocks, layout.STAMPS)
 
     def late_block(self) -> tuple[int, int]:
         """The block that is furthest behind, and how many barriers it has reached: the watchdog's view."""
@@ -194,19 +204,20 @@ class CudaKernel:
         words = len(self.control.active)
         tasks, starts = task_table(program)
         streams, stream_starts = stream_table(program, tasks)
-        maps = np.zeros((max(len(program.payloads), 1), MAP_BYTES), np.uint8)
+        encoded = np.zeros((2 * max(len(program.payloads), 1), MAP_BYTES), np.uint8)
         for item in tensor_maps(program, self._shape):
-            maps[item.payload] = gpu.encode_map(addresses[item.arena] + item.offset, item.sizes, item.strides, item.box)
+            base = addresses[item.arena] + item.offset
+            place = 2 * item.payload + item.which
+            encoded[place] = gpu.encode_map(base, item.sizes, item.strides, item.box, item.swizzled)
+        orders = order_table(program, tasks, addresses, gpu.place(encoded.tobytes()))
         scratch = scratch_bytes(program, 4 * SCRATCH_WORDS)
-        self._trace = gpu.allocate(16 * program.waves * program.blocks) if self._traced else 0
+        self._trace = gpu.allocate(8 * layout.STAMPS * program.waves * program.blocks) if self._traced else 0
         values = {
             "control_page": gpu.map(self.control.address, 64 + 16 * words),
             "watch": gpu.map(self._watch.ctypes.data, layout.WATCH_BYTES),
             "sync": gpu.allocate(layout.sync_bytes(program.blocks)),
-            "payloads": gpu.place(program.payloads.tobytes()),
-            "tasks": gpu.place(tasks.tobytes()),
+            "orders": gpu.place(orders.tobytes()),
             "starts": gpu.place(starts.tobytes()),
-            "arenas": gpu.place(self._addresses.tobytes()),
             "state": addresses[Arena.STATE],
             "io": addresses[Arena.IO],
             "host_io": gpu.map(host_io.ctypes.data, host_io.nbytes),
@@ -227,8 +238,7 @@ class CudaKernel:
             "heartbeat_ns": int(heartbeat_s * 1e9),
             "streams": gpu.place(streams.tobytes()),
             "stream_starts": gpu.place(stream_starts.tobytes()),
-            "maps": gpu.place(maps.tobytes()),
-            "fences": gpu.place(fence_table(program).tobytes()),
+            "warm": gpu.place(warm_table(program, addresses[Arena.WEIGHTS]).tobytes()),
             "trace": self._trace,
         }
         return np.array([values[name] for name in layout.CONTEXT], np.int64)

@@ -25,7 +25,7 @@ from numba.cuda.np.arrayobj import populate_array
 
 from wpk.ir.errors import KernelError
 from wpk.kernel import ptx
-from wpk.kernel.layout import SCRATCH_WORDS, THREADS
+from wpk.kernel.layout import ORDER_ADDRESSES, SCRATCH_WORDS, THREADS
 from wpk.ops import blockwise, math32, memory, payload, simd, vector
 from wpk.ops.operator import LIBRARY
 
@@ -45,6 +45,7 @@ _CONSTANTS: dict[str, dict[str, int]] = {
 _CONSTANTS["wpk.ops.streaming"]["CHUNK"] = SCRATCH_WORDS
 
 device: Callable[..., Any] = cuda.jit(device=True, forceinline=True)
+outlined: Callable[..., Any] = cuda.jit(device=True)  # what is rare, or called in many places: code that is not copied
 
 
 # --- what every part of the kernel reads --------------------------------------------------------------------------
@@ -95,32 +96,30 @@ def _view_of(element: Any) -> Any:
 _view_f32, _view_i32, _view_i64 = _view_of(types.float32), _view_of(types.int32), _view_of(types.int64)
 
 
-# --- the payload: constant during a launch, so its fields may be kept in registers ----------------------------------
+# --- the payload: in an order (`wpk.kernel.layout`), constant as long as its body runs ------------------------------
 @device
 def _present(record, operand):
-    return (ptx.load_constant(record + 8 + 8 * operand) >> 56) != -1
+    return (ptx.load_order(record + 8 + 8 * operand) >> 56) != -1
 
 
 @device
 def _stride(record, operand):
-    return np.int64(ptx.load_constant_32(record + 64 + 4 * operand)) & 0xFFFFFFFF
+    return np.int64(ptx.load_order_32(record + 64 + 4 * operand)) & 0xFFFFFFFF
 
 
 @device
 def _address(record, arenas, operand, slot):
-    packed = ptx.load_constant(record + 8 + 8 * operand)
-    base = ptx.load_constant(arenas + 8 * (packed >> 56))
-    return base + (packed & 0x00FFFFFFFFFFFFFF) + slot * _stride(record, operand)
+    return ptx.load_order(record + ORDER_ADDRESSES + 8 * operand) + slot * _stride(record, operand)
 
 
 @device
 def _parameter(record, index):
-    return np.int64(ptx.load_constant_32(record + 92 + 4 * index))
+    return np.int64(ptx.load_order_32(record + 92 + 4 * index))
 
 
 @device
 def _parameter_f32(record, index):
-    return ptx.load_constant_f32(record + 92 + 4 * index)
+    return ptx.load_order_f32(record + 92 + 4 * index)
 
 
 # A device function may not return an array, but its body may be pasted into the caller.
@@ -298,9 +297,7 @@ def _activate_in_place(address, n, code):
 
 
 activate_code = _activate_code
-address, parameter, parameter_f32, present, operand_i32 = (
-    _address, _parameter, _parameter_f32, _present, _operand_i32,
-)  # fmt: skip
+address, parameter, parameter_f32, present, stride = _address, _parameter, _parameter_f32, _present, _stride
 _OVERRIDES |= {blockwise.activate: _activate, simd.activate_in_place: _activate_in_place}
 is_live = translate(blockwise.is_live)
 

@@ -203,10 +203,12 @@ class Gpu:
         """Wait for all that was begun."""
         call("cuStreamSynchronize", self.copy_stream)
 
-    def encode_map(self, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Bytes:
+    def encode_map(
+        self, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzled: bool
+    ) -> Bytes:
         """A tensor map (128 bytes) of bf16: innermost dimension first, strides in bytes of all but that one.
 
-        Boxes are put into shared memory in 128-byte swizzle; what lies outside the tensor is zero.
+        swizzled: boxes are put into shared memory in 128-byte swizzle. What lies outside the tensor is zero.
         """
         driver = _driver()
         none, kinds = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE, driver.CUtensorMapDataType
@@ -215,7 +217,7 @@ class Gpu:
             [driver.cuuint64_t(n) for n in sizes], [driver.cuuint64_t(n) for n in strides],
             [driver.cuuint32_t(n) for n in box], [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{'128B' if swizzled else 'NONE'}"),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, none,
         )  # fmt: skip
         return np.frombuffer(ctypes.string_at(int(made.getPtr()), 128), np.uint8)

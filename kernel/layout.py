@@ -25,10 +25,8 @@ CONTEXT = (
     "control_page",  # addresses as the GPU sees them; host memory is mapped
     "watch",
     "sync",
-    "payloads",
-    "tasks",  # sorted by block and wave
-    "starts",  # i32 [blocks][waves + 2]: a block's first task of each wave, its end, and a word that is never used
-    "arenas",  # table of four addresses
+    "orders",  # a record for each task, sorted by block and wave: see below
+    "starts",  # i32 [blocks][waves + 1]: a block's first order of each wave, and its end
     "state",
     "io",
     "host_io",  # the same arena in host memory
@@ -47,16 +45,15 @@ CONTEXT = (
     "waves",
     "budget_ns",  # the longest wait within a beat
     "heartbeat_ns",  # the longest that the host may not stir
-    "streams",  # i32 [entries][4], block by block: a streamed task, its wave, the wave its early bytes wait for, 0
-    "stream_starts",  # i32 [blocks + 1]: a block's first entry
-    "maps",  # a tensor map of 128 bytes for each payload
-    "fences",  # i32 [waves]: 1 where a wave writes what a copy engine will read
-    "trace",  # i64 [waves][blocks][2]: when each block started and ended each wave of the last beat, ns; or 0
+    "streams",  # i32 [entries][4], block by block: a streamed order, its wave, the wave its early bytes wait for, and
+    "stream_starts",  # the next entry's order; i32 [blocks + 1]: a block's first entry
+    "warm",  # i64 [waves][2]: small weights that a wave reads, address and bytes; to be in L2 when it opens
+    "trace",  # i64 [waves][blocks][STAMPS]: moments of each wave of the last beat, ns; or 0
 )
 (
-    CONTROL_PAGE, WATCH, SYNC, PAYLOADS, TASKS, STARTS, ARENAS, STATE, IO, HOST_IO, IMAGE, ACTIVE, RESET, INPUTS,
+    CONTROL_PAGE, WATCH, SYNC, ORDERS, STARTS, STATE, IO, HOST_IO, IMAGE, ACTIVE, RESET, INPUTS,
     OUTPUTS, SCRATCH, SCRATCH_BYTES, INPUT_COUNT, OUTPUT_COUNT, SLOTS, MASK_WORDS, SLAB, WAVES, BUDGET_NS,
-    HEARTBEAT_NS, STREAMS, STREAM_STARTS, MAPS, FENCES, TRACE,
+    HEARTBEAT_NS, STREAMS, STREAM_STARTS, WARM, TRACE,
 ) = range(len(CONTEXT))  # fmt: skip
 
 # Sync page.
@@ -75,6 +72,17 @@ TRANSFER_BYTES = 16  # a row of a table of transfers
 COPY_BYTES = 16  # moved at a time between host and device memory
 STREAM_BYTES, MAP_BYTES = 16, 128
 
+# An order: a task with all that its body needs, so that nothing has to be looked up elsewhere.
+ORDER_BYTES = 256
+# The payload's 128 bytes come first; then the addresses of slot 0 of its operands, and of its tensor map.
+ORDER_ADDRESSES, ORDER_MAP, ORDER_WINDOW = 128, 184, 208  # the window's map: of the convolution's ring
+ORDER_SLOT_LO, ORDER_SLOT_HI, ORDER_PART_LO, ORDER_PART_HI = 192, 196, 200, 204  # i32
+
+
+# Moments of a wave in a block: it opened, the first streamed bytes were there, the last were used, all was done.
+STARTED, STREAMING, STREAMED_OUT, DONE = range(4)
+STAMPS = 4
+
 
 def sync_bytes(blocks: int) -> int:
     return ARRIVED + 8 * blocks
@@ -87,15 +95,24 @@ SHARED_LIMIT = 227 * 1024  # bytes that a block may have on compute capability 9
 TILE_ROWS = 176  # rows of a weight in a stage, at most: 22 groups of 8
 CHUNK_BYTES = 128  # of a row in a stage: 64 columns of bf16
 CACHE_STAGE = 32 * 1024  # bytes of a cache in a stage
+WINDOW_BYTES = 3 * TILE_ROWS * 2  # of a session
+TAP_BYTES = 5 * TILE_ROWS * 4  # four taps and the bias of a convolution, f32
 MOST_STAGES = 15
 
 # From the start of shared memory, which is aligned to 1024 bytes.
 FULL, EMPTY = 0, 128  # an mbarrier of 8 bytes for each stage
 OPENED, ENDED = 256, 264  # the mbarrier that tells consumers that a wave may start; not 0: the kernel ends
 SEEN = 272  # u64, block 0: the epoch of this beat
+COUNTS = 288  # i32 [2]: orders of the wave, in the half of the buffer that its parity says
+FIRSTS = 296  # i32 [2]: index of the first of them
+FETCHED = 304  # two mbarriers: that half of the buffer is there
 REDUCTION = 512  # 512 bytes for sums over a block
 FACTORS = 1024  # f32 of each session of a product's tile
-RING = 2048
+WAITING = 312  # u32: the low half of the counter's value that the block's consumers wait for
+STAMP = 320  # u64: where the moments of the present wave go; or 0
+BUFFER = 2048  # the next waves' orders, two halves
+KEPT_ORDERS = 4  # of a wave; what more there are is read from global memory
+RING = BUFFER + 2 * KEPT_ORDERS * ORDER_BYTES
 
 
 @dataclass(frozen=True)
@@ -107,6 +124,11 @@ class Shape:
     @property
     def stage_bytes(self) -> int:
         return max(CACHE_STAGE, TILE_ROWS * CHUNK_BYTES + self.sessions * CHUNK_BYTES)
+
+    @property
+    def window_sessions(self) -> int:
+        """Sessions whose windows of a convolution, three rows of bf16, a stage holds beside the taps."""
+        return (self.stage_bytes - TAP_BYTES) // WINDOW_BYTES
 
     @property
     def staged_columns(self) -> int:

@@ -13,14 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wpk.ir.errors import ProgramError
-from wpk.kernel.layout import PRODUCTS, STREAMED, Shape
+from wpk.kernel.layout import (
+    MAP_BYTES,
+    ORDER_ADDRESSES,
+    ORDER_BYTES,
+    ORDER_MAP,
+    ORDER_PART_HI,
+    ORDER_SLOT_LO,
+    ORDER_WINDOW,
+    PRODUCTS,
+    STREAMED,
+    TILE_ROWS,
+    Shape,
+)
 from wpk.ops.attention import ATTENTION_ROWS
 from wpk.ops.operator import LIBRARY
-from wpk.ops.payload import ABSENT, ARENA_SHIFT, OFFSET_MASK
+from wpk.ops.payload import ABSENT, ARENA_SHIFT, OFFSET_MASK, PAYLOAD, Arena
 from wpk.scheduler.program import Direction, Program
 
 CACHE_ROWS = 8  # of a stage; as in wpk.kernel.streamed.ring
 WEIGHTS_ONLY = -1  # early bytes that wait for no wave
+SMALL_WEIGHT = 1 << 20  # bytes of a weight that is read as a whole by every block, not streamed
 BOX_COLUMNS = 64  # bf16 of a 128-byte row of a tensor map's box
 
 
@@ -29,11 +42,13 @@ class TensorMap:
     """A tensor of bf16 in global memory and the box that one copy brings; the innermost dimension first."""
 
     payload: int
+    which: int  # 0: of the payload, 1: of its window
     arena: int
     offset: int  # bytes into the arena
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # bytes, of all dimensions but the innermost
     box: tuple[int, ...]
+    swizzled: bool
 
 
 def operator_names(program: Program) -> list[str]:
@@ -43,15 +58,33 @@ def operator_names(program: Program) -> list[str]:
 
 # --- tasks --------------------------------------------------------------------------------------------------------
 def task_table(program: Program) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Tasks sorted by block and wave, and [blocks, waves + 2]: each block's first task of each wave, then its end."""
+    """Tasks sorted by block and wave, and [blocks, waves + 1]: each block's first task of each wave, then its end."""
     tasks = program.tasks[np.lexsort((program.tasks["wave"], program.tasks["block"]))]
     keys = tasks["block"].astype(np.int64) * (program.waves + 1) + tasks["wave"]
-    wanted = np.arange(program.blocks)[:, None] * (program.waves + 1) + np.arange(program.waves + 2)[None, :]
+    wanted = np.arange(program.blocks)[:, None] * (program.waves + 1) + np.arange(program.waves + 1)[None, :]
     return tasks, np.searchsorted(keys, wanted).astype(np.int32)
 
 
+def order_table(program: Program, tasks: NDArray[Any], arenas: Sequence[int], maps: int) -> NDArray[np.uint8]:
+    """[tasks, ORDER_BYTES]: each task's payload with the addresses that it means. arenas, maps: on the device."""
+    payloads = program.payloads
+    references = payloads["reference"]
+    bases = np.array([*arenas, 0], np.uint64)[np.minimum(references >> ARENA_SHIFT, len(arenas))]
+    addresses = np.where(references == ABSENT, 0, bases + (references & OFFSET_MASK)).astype(np.uint64)
+    orders = np.zeros((len(tasks), ORDER_BYTES), np.uint8)
+    index = tasks["payload"]
+    orders[:, : PAYLOAD.itemsize] = np.frombuffer(payloads.tobytes(), np.uint8).reshape(-1, PAYLOAD.itemsize)[index]
+    orders[:, ORDER_ADDRESSES:ORDER_MAP] = addresses[index].view(np.uint8).reshape(len(tasks), -1)
+    for which, place in enumerate((ORDER_MAP, ORDER_WINDOW)):
+        where = (maps + MAP_BYTES * (2 * index.astype(np.uint64) + which)).astype(np.uint64)
+        orders[:, place : place + 8] = where.view(np.uint8).reshape(-1, 8)
+    ranges = np.stack([tasks[n] for n in ("slot_lo", "slot_hi", "part_lo", "part_hi")], axis=1).astype(np.int32)
+    orders[:, ORDER_SLOT_LO : ORDER_PART_HI + 4] = ranges.view(np.uint8).reshape(len(tasks), -1)
+    return orders
+
+
 def stream_table(program: Program, tasks: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """For each block the streamed ones of its tasks: [entries, 4] (task, wave, wave before its early bytes, 0).
+    """For each block the streamed ones of its tasks: [entries, 4] (task, wave, wave before its early bytes, next task).
 
     The early bytes of an entry may be copied once the wave after that one is open.
     """
@@ -61,6 +94,7 @@ def stream_table(program: Program, tasks: NDArray[Any]) -> tuple[NDArray[np.int3
     rows = np.zeros((len(chosen), 4), np.int32)
     rows[:, 0], rows[:, 1] = chosen, tasks["wave"][chosen]
     before = _early_waves(program, names)
+    rows[:-1, 3] = rows[1:, 0]
     rows[:, 2] = [before[int(p)] for p in tasks["payload"][chosen]]
     starts = np.searchsorted(tasks["block"][chosen], np.arange(program.blocks + 1)).astype(np.int32)
     return rows, starts
@@ -100,28 +134,18 @@ def _accesses(program: Program, *, written: bool) -> dict[int, list[int]]:
     return found
 
 
-def fence_table(program: Program) -> NDArray[np.int32]:
-    """[waves]: 1 where the threads must order what they wrote with the copy engine, at the end of a wave.
-
-    What a wave writes and a later wave's copies read needs one such wave between; as few waves as will do, each as
-    late as it can be. Across beats the barrier after the inputs serves.
-    """
-    reads: dict[int, list[int]] = {}
+def warm_table(program: Program, weights: int) -> NDArray[np.int64]:
+    """[waves, 2]: the span of small weights that a wave reads, address and bytes. weights: address of the arena."""
+    table = np.zeros((max(program.waves, 1), 2), np.int64)
     waves = _waves(program)
-    for index, name in enumerate(operator_names(program)):
-        for place in {"mamba2_step": (0, 1), "attention_parts": (1,)}.get(name, (0,) if name in PRODUCTS else ()):
-            reads.setdefault(int(program.uses[index]["value"][place]), []).append(waves[index])
-    spans = []
-    for value, written in _accesses(program, written=True).items():
-        for wave in written:
-            later = [r for r in reads.get(value, ()) if r > wave]
-            spans += [(min(later) - 1, wave)] if later else []
-    fences = np.zeros(max(program.waves, 1), np.int32)
-    last = -1
-    for end, start in sorted(spans):
-        if last < start:
-            fences[end], last = 1, end
-    return fences
+    for index, record in enumerate(program.payloads):
+        for place in range(int(record["operands"])):
+            reference, size = int(record["reference"][place]), int(program.uses[index]["size"][place])
+            if reference != ABSENT and reference >> ARENA_SHIFT == Arena.WEIGHTS and size <= SMALL_WEIGHT:
+                row = table[waves[index]]
+                if size // 16 * 16 > row[1]:
+                    row[:] = weights + (reference & OFFSET_MASK), size // 16 * 16
+    return table
 
 
 # --- tensor maps --------------------------------------------------------------------------------------------------
@@ -129,40 +153,43 @@ def tensor_maps(program: Program, shape: Shape) -> list[TensorMap]:
     """The maps of the payloads whose operands are copied box by box."""
     made = []
     for index, name in enumerate(operator_names(program)):
-        record = program.payloads[index]
-        values = [int(v) for v in record["parameter"]]
+        values = [int(v) for v in program.payloads[index]["parameter"]]
         if name in PRODUCTS:
             depth = values[0] if name == "qkv_projection" else values[1]
-            made.append(
-                _map(program, index, 0, (depth,), (), (BOX_COLUMNS,), min(program.slots, shape.sessions))
-            )  # fmt: skip
+            rows = min(program.slots, shape.sessions)
+            made.append(_map(program, index, 0, (depth,), (), (BOX_COLUMNS, rows)))
+        if name == "mamba2_projection":
+            channels = values[4]
+            box = (TILE_ROWS, 3, window_sessions(program.slots, shape))
+            made.append(_map(program, index, 4, (channels, 3), (2 * channels,), box, which=1))
         elif name == "attention_parts":
             _, groups, width, rows = values[:4]
-            made.append(
-                _map(
-                    program, index, 1, (width, rows, 2 * groups), (4 * groups * width, 2 * width),
-                    (BOX_COLUMNS, CACHE_ROWS, 2 * groups), 1,
-                )
-            )  # fmt: skip
+            sizes, strides = (width, rows, 2 * groups), (4 * groups * width, 2 * width)
+            made.append(_map(program, index, 1, sizes, strides, (BOX_COLUMNS, CACHE_ROWS, 2 * groups, 1)))
     return made
+
+
+def window_sessions(slots: int, shape: Shape) -> int:
+    """Sessions of each of the boxes that bring the windows of a task's sessions."""
+    most = min(slots, shape.sessions)
+    return -(-most // -(-most // shape.window_sessions))
 
 
 def _map(
     program: Program, index: int, place: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-    slots: int,
+    which: int = 0,
 ) -> TensorMap:  # fmt: skip
-    """A map whose outermost dimension is the slots."""
+    """A map whose outermost dimension is the slots. A window's box is read in rows, not in swizzled tiles."""
     record = program.payloads[index]
     packed, stride = int(record["reference"][place]), int(record["stride"][place])
     offset = packed & OFFSET_MASK
-    if offset % 16 or stride % 16:
+    if offset % 16 or stride % 16 or any(s % 16 for s in strides):
         raise ProgramError(
             f"{program.labels[index]}: an operand that the copy engine cannot address", wanted="multiples of 16 bytes",
-            found=f"offset {offset}, stride {stride}",
+            found=f"offset {offset}, strides {(*strides, stride)}",
         )  # fmt: skip
-    return TensorMap(
-        index, packed >> ARENA_SHIFT, offset, (*sizes, program.slots), (*strides, stride), (*box, slots)
-    )
+    arena = packed >> ARENA_SHIFT
+    return TensorMap(index, which, arena, offset, (*sizes, program.slots), (*strides, stride), box, which == 0)
 
 
 # --- inputs, outputs, scratch -------------------------------------------------------------------------------------

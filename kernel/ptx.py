@@ -97,6 +97,15 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         ("load_constant", "ld.global.nc.u64 $0, [$1];", "l", "l", _PURE, "an i64 that nothing writes meanwhile"),
         ("load_constant_32", "ld.global.nc.u32 $0, [$1];", "r", "l", _PURE, "an i32 that nothing writes meanwhile"),
         ("load_early_32", "ld.global.nc.u32 $0, [$1];", "r", "l", _PLACED, "the same, under way from here on"),
+        ("load_order", "ld.u64 $0, [$1];", "l", "l", _PURE, "an i64 of an order, in shared or global memory"),
+        ("load_order_32", "ld.u32 $0, [$1];", "r", "l", _PURE, "an i32 of an order"),
+        ("load_order_f32", "ld.f32 $0, [$1];", "f", "l", _PURE, "an f32 of an order"),
+        ("renewed", "mov.b64 $0, $1;", "l", "l", _PLACED, "the same address, of which LLVM knows nothing: for new content"),
+        ("renewed_32", "mov.b32 $0, $1;", "r", "r", _PLACED, "the same number, of which LLVM knows nothing: a loop stays one"),
+        (
+            "generic_of_shared", "{ .reg .u64 t; cvt.u64.u32 t, $1; cvta.shared.u64 $0, t; }", "l", "r", _PURE,
+            "the generic address of a shared one",
+        ),
         ("load_constant_f32", "ld.global.nc.f32 $0, [$1];", "f", "l", _PURE, "an f32 that nothing writes meanwhile"),
         (
             "copy_16",
@@ -137,6 +146,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         # --- shared memory, by its 32-bit address
         ("shared_load", "ld.shared.f32 $0, [$1];", "f", "r", _MEMORY, "an f32"),
         ("shared_load_4", "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", _MEMORY, "four f32"),
+        ("shared_load_4x32", "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "r", _MEMORY, "four i32"),
         ("shared_load_32", "ld.shared.u32 $0, [$1];", "r", "r", _MEMORY, "an i32"),
         ("shared_store", "st.shared.f32 [$0], $1;", "", "rf", _MEMORY, "an f32"),
         ("shared_store_2", "st.shared.v2.f32 [$0], {$1, $2};", "", "rff", _MEMORY, "two f32"),
@@ -172,6 +182,12 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
             "tensor_load_2",
             "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3}], [$4];",
             "", "rlrrr", _MEMORY, "the box of a tensor map at those coordinates; zeros outside the tensor",
+        ),
+        (
+            "tensor_load_3",
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+            "[$0], [$1, {$2, $3, $4}], [$5];",
+            "", "rlrrrr", _MEMORY, "the same in three dimensions",
         ),
         (
             "tensor_load_4",

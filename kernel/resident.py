@@ -26,18 +26,21 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.control import CONTROL, END_NS, INPUT_EPOCH, OUTPUT_EPOCH, POISON, STALLED, START_NS
-from wpk.kernel.cuda_library import _view_i64, block_body, constant_32, device, shared_base, switch, word
+from wpk.kernel.cuda_library import _view_i64, block_body, constant_32, device, outlined, shared_base, switch, word
 from wpk.kernel.layout import (
     ACTIVE,
-    ARENAS,
     ARRIVED,
     BUDGET_NS,
+    BUFFER,
     CONTROL_PAGE,
     COPY_BYTES,
     COUNTER,
+    COUNTS,
+    DONE,
     EMPTY,
     ENDED,
-    FENCES,
+    FETCHED,
+    FIRSTS,
     FULL,
     HEARTBEAT,
     HEARTBEAT_NS,
@@ -46,27 +49,37 @@ from wpk.kernel.layout import (
     INPUT_COUNT,
     INPUTS,
     IO,
+    KEPT_ORDERS,
     LATE_BLOCK,
     LOST,
     MASK_WORDS,
     OPENED,
+    ORDER_BYTES,
+    ORDER_PART_HI,
+    ORDER_PART_LO,
+    ORDER_SLOT_HI,
+    ORDER_SLOT_LO,
+    ORDERS,
     OUTPUT_COUNT,
     OUTPUTS,
-    PAYLOADS,
     RESET,
     SCRATCH,
     SCRATCH_BYTES,
     SEEN,
     SLAB,
     SLOTS,
+    STAMP,
+    STAMPS,
+    STARTED,
     STARTS,
     STATE,
     STOPPED,
     SYNC,
-    TASKS,
     THREADS,
     TRACE,
     TRANSFER_BYTES,
+    WAITING,
+    WARM,
     WARPS,
     WATCH,
     WAVES,
@@ -74,15 +87,14 @@ from wpk.kernel.layout import (
     Shape,
 )  # fmt: skip
 from wpk.kernel.streamed import bodies
-from wpk.kernel.streamed.ring import CURSOR_WORDS, ITEM, make_producer
-from wpk.ops.payload import PAYLOAD
-from wpk.scheduler.program import TASK
+from wpk.kernel.streamed.ring import CURSOR_WORDS, ITEM, PHASE, STAGE, await_stage, make_producer, mark
 
 i32 = np.int32
-TASK_BYTES, PAYLOAD_BYTES, MASKS = TASK.itemsize, PAYLOAD.itemsize, CONTROL.itemsize
+MASKS = CONTROL.itemsize
 POISON_STALLED = 3
 LOOK_AT_HOST = 32  # barriers between two looks of block 0 at the host's poison word, a microsecond each
 SPINS = 32  # polls of the counter between two readings of the clock, about 20 us
+PATIENCE = 1 << 14  # looks at the block's own consumers before the bounded wait for all blocks
 SIGNATURE = types.void(types.int64)
 
 
@@ -103,7 +115,7 @@ def stop(context):
     ptx.or_release_gpu(word(context, SYNC) + COUNTER, STOPPED)
 
 
-@device
+@outlined
 def report_stall(context, target, wave):
     """Tell the host which wave and which block: the first that has not arrived."""
     late, arrived = 0, word(context, SYNC) + ARRIVED
@@ -119,7 +131,7 @@ def report_stall(context, target, wave):
 
 
 # --- waits of the producer ----------------------------------------------------------------------------------------
-@device
+@outlined
 def await_host(context, seen):
     """The next input epoch; 0 when the kernel is to end: poisoned, or the host has not stirred for too long."""
     control, watch = word(context, CONTROL_PAGE), word(context, WATCH)
@@ -150,7 +162,7 @@ def arrive_alone(context, target):
     ptx.store_relaxed_gpu(sync + ARRIVED + 8 * index_of_block(), target)
 
 
-@device
+@outlined
 def await_blocks(context, target, wave, idle, look):
     """Wait until the counter has reached `target`; 1 when the kernel is to end.
 
@@ -195,17 +207,40 @@ def end_consumers(base):
     open_wave(base)
 
 
+@outlined
+def fetch_orders(context, base, wave, ran):
+    """The block's orders of a wave into the half of the buffer that is free; `ran` counts the waves of all beats."""
+    waves = word(context, WAVES)
+    row = word(context, STARTS) + 4 * ((waves + 1) * index_of_block() + wave)
+    first, last = constant_32(row), constant_32(row + 4)
+    half = i32(ran & 1)
+    count = i32(last - first)
+    ptx.shared_store_32(i32(base + i32(COUNTS) + half * i32(4)), count)
+    ptx.shared_store_32(i32(base + i32(FIRSTS) + half * i32(4)), i32(first))
+    barrier = i32(base + i32(FETCHED) + half * i32(8))
+    # A half without orders completes its phase as well: consumers count waves.
+    size = i32(min(count, i32(KEPT_ORDERS)) * i32(ORDER_BYTES))
+    ptx.mbarrier_expect(barrier, size)
+    warm = word(context, WARM) + 16 * wave
+    address, left = ptx.load_constant(warm), i32(ptx.load_constant(warm + 8))
+    if left > 0:
+        # Each block brings its piece of the small weights into L2, past which the large ones flow.
+        piece = i32(i32(i32(left // i32(ptx.block_count())) + i32(16)) & i32(~15))
+        start = i32(i32(ptx.block_index()) * piece)
+        if start < left:
+            ptx.prefetch_l2(address + np.int64(start), i32(min(piece, i32(left - start))))
+    if count > 0:
+        place = i32(base + i32(BUFFER) + half * i32(KEPT_ORDERS * ORDER_BYTES))
+        ptx.bulk_load(place, word(context, ORDERS) + ORDER_BYTES * first, size, barrier)
+
+
 # --- the consumers' side ------------------------------------------------------------------------------------------
 @device
-def arrive(context, target, fence):
-    """What this block wrote before, all blocks may read once the wave after it is open.
-
-    fence: a copy engine will read it.
-    """
-    if fence:
-        ptx.fence_async()
+def arrive(context, base, target):
+    """What this block wrote before, all blocks may read once the wave after it is open."""
     ptx.barrier()
     if ptx.thread_index() == 0:
+        ptx.shared_store_32(i32(base + i32(WAITING)), i32(target))
         sync = word(context, SYNC)
         ptx.add_release_gpu(sync + COUNTER, 1)
         ptx.store_relaxed_gpu(sync + ARRIVED + 8 * index_of_block(), target)  # for the watchdog; nothing waits for it
@@ -221,7 +256,7 @@ def await_open(base, parity):
 
 
 # --- between beats ------------------------------------------------------------------------------------------------
-@device
+@outlined
 def copy_masks(context):
     """Block 0: the host's masks into device memory, and whether any slot is live or to be reset."""
     masks = word(context, CONTROL_PAGE) + MASKS
@@ -243,7 +278,7 @@ def holds(mask, slot):
     return (_view_i64(mask + 8 * (slot >> 6), 1)[0] >> (slot & 63)) & 1 != 0
 
 
-@device
+@outlined
 def reset_slots(context, thread, threads):
     """The initial image into the state of every slot of the reset mask."""
     slab, image, state = word(context, SLAB), word(context, IMAGE), word(context, STATE)
@@ -255,7 +290,7 @@ def reset_slots(context, thread, threads):
                 target[i] = source[i]
 
 
-@device
+@outlined
 def fetch_inputs(context, thread, threads):
     """The rows of every input port from host memory; those of slots without a session do no harm."""
     table, host, own = word(context, INPUTS), word(context, HOST_IO), word(context, IO)
@@ -265,7 +300,7 @@ def fetch_inputs(context, thread, threads):
             ptx.copy_16(own + offset + at, host + offset + at)
 
 
-@device
+@outlined
 def deliver_outputs(context, thread, threads):
     """The rows of every output port, of live slots alone, into host memory."""
     table, host, own = word(context, OUTPUTS), word(context, HOST_IO), word(context, IO)
@@ -295,34 +330,50 @@ def make_wave(operators: Sequence[str], shape: Shape) -> Any:
     consume = bodies.make_consume(names, shape)
 
     @device
-    def run_wave(context, first, last, scratch, base, item):
-        arenas, live = word(context, ARENAS), word(context, ACTIVE)
-        for index in range(first, last):
-            task = word(context, TASKS) + TASK_BYTES * index
-            record = word(context, PAYLOADS) + PAYLOAD_BYTES * constant_32(task)
-            code = constant_32(record) & 0xFFFF
-            slot_lo, slot_hi = constant_32(task + 12), constant_32(task + 16)
-            part_lo, part_hi = constant_32(task + 20), constant_32(task + 24)
-            dispatch(code, record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch)
-            item = consume(code, record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, base, item)
+    def run_order(record, context, scratch, base, item):
+        live, code = word(context, ACTIVE), np.int64(ptx.load_order_32(record)) & 0xFFFF
+        slot_lo = np.int64(ptx.load_order_32(record + ORDER_SLOT_LO))
+        slot_hi = np.int64(ptx.load_order_32(record + ORDER_SLOT_HI))
+        part_lo = np.int64(ptx.load_order_32(record + ORDER_PART_LO))
+        part_hi = np.int64(ptx.load_order_32(record + ORDER_PART_HI))
+        dispatch(code, record, 0, slot_lo, slot_hi, part_lo, part_hi, live, scratch)
+        slots = word(context, SLOTS)
+        return consume(code, record, 0, slot_lo, slot_hi, part_lo, part_hi, live, slots, base, item)
+
+    @device
+    def run_wave(context, half, fetched, scratch, base, item):
+        """half: of the buffer that holds this wave's first orders. fetched: parity of its barrier's phase."""
+        count = np.int64(ptx.shared_load_32(i32(base + i32(COUNTS) + half * i32(4))))
+        kept = i32(base + i32(BUFFER) + half * i32(KEPT_ORDERS * ORDER_BYTES))
+        first = word(context, ORDERS) + ORDER_BYTES * np.int64(
+            ptx.shared_load_32(i32(base + i32(FIRSTS) + half * i32(4)))
+        )
+        if count > 0:
+            await_stage(base, i32(i32(FETCHED) + half * i32(8)), fetched)
+        for index in range(count):
+            record = first + ORDER_BYTES * index
+            if index < KEPT_ORDERS:
+                record = ptx.generic_of_shared(i32(kept + i32(ORDER_BYTES) * i32(index)))
+            item = run_order(ptx.renewed(record), context, scratch, base, item)
         return item
 
     return run_wave
 
 
 @device
-def stamp(context, wave, which):
-    """When this block started or ended a wave, where somebody wants to know."""
-    trace = word(context, TRACE)
-    if trace != 0 and ptx.thread_index() == 0:
-        place = trace + 16 * (wave * np.int64(ptx.block_count()) + index_of_block()) + 8 * which
-        _view_i64(place, 1)[0] = ptx.global_timer()
+def start_stamps(context, wave, base):
+    """Where the moments of this wave are to go, for `mark`."""
+    if ptx.thread_index() == 0:
+        place = word(context, TRACE)
+        if place != 0:
+            place += 8 * STAMPS * (wave * np.int64(ptx.block_count()) + index_of_block())
+        ptx.shared_store_32(i32(base + i32(STAMP)), i32(place))
+        ptx.shared_store_32(i32(base + i32(STAMP + 4)), i32(place >> 32))
 
 
 def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
     """What the consumer threads of a block do."""
     run_wave = make_wave(operators, shape)
-    streams = shape.stages > 0
 
     @device
     def consumer(context, base):
@@ -330,9 +381,9 @@ def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
         scratch = word(context, SCRATCH) + (block * THREADS + thread) * word(context, SCRATCH_BYTES)
         # Work that all blocks share is dealt out by warps, so that little work is spread over many blocks.
         everyone, all_threads = ((thread >> 5) * blocks + block) * 32 + (thread & 31), blocks * THREADS
-        control, waves, fences = word(context, CONTROL_PAGE), word(context, WAVES), word(context, FENCES)
-        starts = word(context, STARTS) + 4 * (waves + 2) * block
+        control, waves = word(context, CONTROL_PAGE), word(context, WAVES)
         target, item, parity = np.int64(0), np.int64(0), i32(0)
+        ran = np.int64(0)  # waves of all beats
         while True:
             target += blocks
             ended = await_open(base, parity)
@@ -344,8 +395,7 @@ def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
                 copy_masks(context)
             fetch_inputs(context, everyone, all_threads)
             target += blocks
-            arrive(context, target, streams)
-            first, last = np.int64(ptx.load_early_32(starts)), np.int64(ptx.load_early_32(starts + 4))
+            arrive(context, base, target)
             ended = await_open(base, parity)
             parity = i32(parity ^ i32(1))
             if ended:
@@ -354,24 +404,26 @@ def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
             if work & 2 != 0:
                 reset_slots(context, everyone, all_threads)
                 target += blocks
-                arrive(context, target, streams)
+                arrive(context, base, target)
                 ended = await_open(base, parity)
                 parity = i32(parity ^ i32(1))
                 if ended:
                     return
-            if work & 1 != 0:
+            if work & 1 == 0:
+                ran += 1
+            else:
                 for wave in range(waves):
-                    stamp(context, wave, 0)
-                    item = run_wave(context, first, last, scratch, base, item)
-                    stamp(context, wave, 1)
+                    start_stamps(context, wave, base)
+                    mark(base, STARTED)
+                    item = run_wave(context, i32(ran & 1), i32((ran >> 1) & 1), scratch, base, item)
+                    ran += 1
+                    mark(base, DONE)
                     target += blocks
-                    arrive(context, target, constant_32(fences + 4 * wave) != 0)
-                    following = ptx.load_early_32(starts + 4 * (wave + 2))
+                    arrive(context, base, target)
                     ended = await_open(base, parity)
                     parity = i32(parity ^ i32(1))
                     if ended:
                         return
-                    first, last = last, np.int64(following)
             if block == 0:
                 if work & 1 != 0:
                     deliver_outputs(context, thread, THREADS)
@@ -397,10 +449,11 @@ def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
         block, blocks = index_of_block(), np.int64(ptx.block_count())
         waves = word(context, WAVES)
         counter = word(context, SYNC) + COUNTER
-        target, seen = np.int64(0), np.int64(0)
+        target, seen, ran = np.int64(0), np.int64(0), np.int64(0)
         early = cuda.local.array(CURSOR_WORDS, types.int64)
         late = cuda.local.array(CURSOR_WORDS, types.int64)
-        early[ITEM], late[ITEM] = 0, 0
+        for which in (ITEM, STAGE, PHASE):
+            early[which], late[which] = 0, 0
         policy = ptx.evict_first()
         while True:
             if block == 0:
@@ -417,6 +470,7 @@ def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
                 end_consumers(base)
                 return
             open_wave(base)
+            fetch_orders(context, base, np.int64(0), ran)
             target += blocks
             if await_blocks(context, target, 0, False, False) != 0:
                 end_consumers(base)
@@ -429,7 +483,9 @@ def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
                     end_consumers(base)
                     return
                 open_wave(base)
-            if work & 1 != 0:
+            if work & 1 == 0:
+                ran += 1  # wave 0's orders were fetched for nothing
+            else:
                 if streams:
                     ptx.fence_async()
                     start_beat(context, early, block)
@@ -438,8 +494,19 @@ def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
                     target += blocks
                     if streams:
                         serve_wave(context, early, late, wave, base, policy)
+                    ran += 1
+                    if wave + 1 < waves:
+                        fetch_orders(context, base, wave + 1, ran)
+                    if streams:
+                        # As long as this block's consumers work, an acquiring look at the counter would only empty the
+                        # first cache under them.
+                        looks = 0
+                        while ptx.shared_load_32(i32(base + i32(WAITING))) != i32(target) and looks < PATIENCE:
+                            looks += 1
+                            if fill_ahead(context, early, late, wave, base, policy) == 0:
+                                break
                         while ptx.load_acquire_gpu(counter) < target:
-                            if fill_ahead(context, early, wave, base, policy) == 0:
+                            if fill_ahead(context, early, late, wave, base, policy) == 0:
                                 break
                     look = block == 0 and wave % LOOK_AT_HOST == LOOK_AT_HOST - 1
                     if await_blocks(context, target, wave, False, look) != 0:
@@ -464,6 +531,8 @@ def make_kernel(operators: Sequence[str], shape: Shape) -> Callable[..., None]:
                 ptx.mbarrier_init(i32(base + i32(FULL + 8 * stage)), i32(1))
                 ptx.mbarrier_init(i32(base + i32(EMPTY + 8 * stage)), i32(WARPS))
             ptx.mbarrier_init(i32(base + i32(OPENED)), i32(1))
+            for half in range(2):
+                ptx.mbarrier_init(i32(base + i32(FETCHED + 8 * half)), i32(1))
             ptx.shared_store_32(i32(base + i32(ENDED)), i32(0))
             ptx.fence_async()
         ptx.block_barrier()

@@ -18,6 +18,7 @@ from wpk.scheduler.target import Target
 
 Range = tuple[int, int]
 Rectangle = tuple[Range, Range]  # slots, parts
+EVEN = 1.02  # how much more than its share the busiest block of a sweep may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def split(phase: Phase, slots: int, target: Target, weights: bool) -> list[list[
         tiles = -(-slots // most)
         return [[(s, p) for s in _cut(slots, tiles)] for p in _cut(phase.parts, min(phase.parts, wanted))]
     if cost.state_bytes > cost.activation_bytes:
-        return _runs(phase.parts, slots, wanted)
+        return _sweep(phase.parts, slots, wanted) or _runs(phase.parts, slots, wanted)
     return [[r] for r in _grid(phase.parts, slots, *_even_grid(phase.parts, slots, wanted))]
 
 
@@ -97,6 +98,35 @@ def _even_grid(parts: int, slots: int, wanted: int) -> tuple[int, int]:
 
 def _grid(parts: int, slots: int, by_part: int, by_slot: int) -> list[Rectangle]:
     return [(s, p) for p in _cut(parts, by_part) for s in _cut(slots, by_slot)]
+
+
+def _sweep(parts: int, slots: int, shares: int) -> list[list[Rectangle]]:
+    """Every share takes neighbouring parts of every slot, so that all blocks are in one slot's state at a time.
+
+    Where the parts don't divide evenly, a few shares at a time have one more, or one less, and take turns: for each
+    group of slots others do. A share has at most three rectangles. Empty where that does not make the shares even.
+    """
+    least, more = divmod(parts, shares)
+    if more == 0:
+        return [[((0, slots), p)] for p in _cut(parts, shares)]
+    odd, size, usual = (more, least + 1, least) if 2 * more <= shares else (shares - more, least, least + 1)
+    groups = -(-shares // odd)
+    if slots < groups or usual == 0 or size == 0:
+        return []
+    made: list[list[Rectangle]] = [[] for _ in range(shares)]
+    for group, some in enumerate(_cut(slots, groups)):
+        first = min(group * odd, shares - odd)  # the last group's turn overlaps the one before
+        at = 0
+        for share in range(shares):
+            end = at + (size if first <= share < first + odd else usual)
+            last = made[share][-1] if made[share] else None
+            if last is not None and last[1] == (at, end):
+                made[share][-1] = ((last[0][0], some[1]), last[1])
+            else:
+                made[share].append((some, (at, end)))
+            at = end
+    busiest = max(sum((s[1] - s[0]) * (p[1] - p[0]) for s, p in share) for share in made)
+    return made if busiest <= -(-slots * parts // shares) * EVEN else []
 
 
 def _runs(parts: int, slots: int, wanted: int) -> list[list[Rectangle]]:

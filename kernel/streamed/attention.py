@@ -50,7 +50,7 @@ def make_consume(shape: Shape) -> Any:
             if not is_live(live, slot):
                 continue
             for part in range(part_lo, part_hi):
-                first, end, used = cache_range(record, arenas, slot, i64(part))
+                first, end, used = cache_range(record, slot, i64(part))
                 place = address(record, arenas, 0, slot)
                 own = place + 2 * i64((warp * shared_by + head) * width + pair)
                 for s in range(STEPS):

@@ -34,11 +34,11 @@ def make_consume(names: Sequence[str], shape: Shape) -> Any:
     advance = state.make_consume(shape) if STATE_KIND in kinds else None
     attend = attention.make_consume(shape) if CACHE_KIND in kinds else None
     task = "record, arenas, slot_lo, slot_hi, part_lo, part_hi"
-    lines = [f"def consume(code, {task}, live, base, item):", "    kind = kind_of(code)"]
+    lines = [f"def consume(code, {task}, live, all_slots, base, item):", "    kind = kind_of(code)"]
     if multiply is not None:
         lines += [
             f"    if kind >= 0 and kind < {STATE_KIND}:",
-            f"        return multiply(kind, {task}, base, item)",
+            f"        return multiply(kind, {task}, all_slots, base, item)",
         ]
     for kind, name, body in ((STATE_KIND, "advance", advance), (CACHE_KIND, "attend", attend)):
         if body is not None:
@@ -48,9 +48,9 @@ def make_consume(names: Sequence[str], shape: Shape) -> Any:
     return device(space["consume"])
 
 
-def producer_parts(names: Sequence[str]) -> tuple[Any, Any, Any]:
+def producer_parts(names: Sequence[str]) -> tuple[Any, Any, Any, Any]:
     """What the producer must know of a program's operators: see `ring.make_producer`."""
-    return _kind_of(names), product.part_range, product.tile_address
+    return _kind_of(names), product.part_range, product.tile_address, product.window_items
 
 
 __all__ = ["KINDS", "PLAIN", "STREAMED", "make_consume", "producer_parts", "switch"]

@@ -18,10 +18,13 @@ from wpk.kernel.layout import REDUCTION, THREADS, WARPS
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 SPAN = 128  # elements of a sum of squares, four a lane
-AT_ONCE = 2  # units whose loads a warp has under way
-HELD = 4 * AT_ONCE
+AT_ONCE = 3  # units whose loads a warp has under way
+PARTIALS = 4  # partial sums of a unit whose loads are under way
+HELD, SUMS = 4 * AT_ONCE, 4 * PARTIALS * AT_ONCE
 PIECES = 5  # of four elements that a thread of `gated_rms_norm` keeps: groups of up to 64 * 4 * PIECES elements
 KEPT = 4 * PIECES
+COLUMNS = 4  # of a head that a lane of `attention_merge` has: heads of up to 128
+VALUES, TERMS = PARTIALS * COLUMNS, 2 * PARTIALS
 BF16_OUT = 1
 LOG2E = 1.4426950408889634
 
@@ -43,31 +46,43 @@ def rms_norm_terms(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scr
     units = (slot_hi - slot_lo) * spans
     x = cuda.local.array(HELD, types.float32)
     w = cuda.local.array(HELD, types.float32)
+    sums = cuda.local.array(SUMS, types.float32)
     place = cuda.local.array(AT_ONCE, types.int64)  # of the row in bytes from the operand of slot_lo
     weight = address(record, arenas, 1, i64(0))
     for first in range(warp, units, WARPS * AT_ONCE):
         for j in range(AT_ONCE):
             unit = min(first + j * WARPS, units - 1)
-            slot, span = slot_lo + unit // spans, part_lo + unit % spans
+            row = i64(i32(unit) // i32(spans))
+            slot, span = slot_lo + row, part_lo + unit - row * spans
             at = 4 * min(span * SPAN + 4 * lane, size - 4)
             place[j] = at
             a, b, c, d = ptx.load_l2_4(address(record, arenas, 0, slot) + at)
             x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3] = a, b, c, d
             a, b, c, d = ptx.load_constant_4(weight + at)
             w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3] = a, b, c, d
-        for q in range(count):
+        for q in range(0, count, PARTIALS):
+            # All loads first: each waits as long as all of them.
             for j in range(AT_ONCE):
                 unit = min(first + j * WARPS, units - 1)
-                partial = address(record, arenas, 2, slot_lo + unit // spans) + 4 * q * size + place[j]
-                a, b, c, d = ptx.load_l2_4(partial)
-                x[4 * j] += a
-                x[4 * j + 1] += b
-                x[4 * j + 2] += c
-                x[4 * j + 3] += d
+                partial = address(record, arenas, 2, slot_lo + i64(i32(unit) // i32(spans))) + place[j]
+                for k in range(PARTIALS):
+                    at = partial + 4 * min(q + k, count - 1) * size
+                    a, b, c, d = ptx.load_l2_4(at)
+                    o = 4 * (PARTIALS * j + k)
+                    sums[o], sums[o + 1], sums[o + 2], sums[o + 3] = a, b, c, d
+            for k in range(PARTIALS):
+                if q + k < count:
+                    for j in range(AT_ONCE):
+                        o = 4 * (PARTIALS * j + k)
+                        x[4 * j] += sums[o]
+                        x[4 * j + 1] += sums[o + 1]
+                        x[4 * j + 2] += sums[o + 2]
+                        x[4 * j + 3] += sums[o + 3]
         for j in range(AT_ONCE):
             unit = first + j * WARPS
             if unit < units:
-                slot, span = slot_lo + unit // spans, part_lo + unit % spans
+                row = i64(i32(unit) // i32(spans))
+                slot, span = slot_lo + row, part_lo + unit - row * spans
                 a, b, c, d = x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]
                 inside = span * SPAN + 4 * lane < size
                 square = (a * a + b * b) + (c * c + d * d) if inside else f32(0.0)
@@ -151,23 +166,36 @@ def attention_merge(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, sc
     warp, lane = thread >> 5, thread & 31
     spans = part_hi - part_lo
     pitch = 4 * (width + 2)
+    step = heads * pitch
+    values = cuda.local.array(VALUES, types.float32)
+    terms = cuda.local.array(TERMS, types.float32)
+    sums = cuda.local.array(COLUMNS, types.float32)
     for unit in range(warp, (slot_hi - slot_lo) * spans, WARPS):
-        slot, head = slot_lo + unit // spans, part_lo + unit % spans
+        row = i64(i32(unit) // i32(spans))
+        slot, head = slot_lo + row, part_lo + unit - row * spans
         parts = address(record, arenas, 0, slot) + head * pitch
-        peak = f32(-3.0e38)
-        for s in range(splits):
-            peak = ptx.maximum(peak, ptx.load_l2(parts + s * heads * pitch + 4 * width))
-        for first in range(0, width, 32):
-            column = first + lane
-            value, total = f32(0.0), f32(0.0)
+        place = address(record, arenas, 1, slot)
+        peak, total = f32(-3.0e38), f32(0.0)
+        for e in range(COLUMNS):
+            sums[e] = f32(0.0)
+        for first in range(0, splits, PARTIALS):
+            for k in range(PARTIALS):
+                part = parts + min(first + k, splits - 1) * step
+                terms[2 * k], terms[2 * k + 1] = ptx.load_l2(part + 4 * width), ptx.load_l2(part + 4 * width + 4)
+                for e in range(COLUMNS):
+                    values[COLUMNS * k + e] = ptx.load_l2(part + 4 * min(lane + 32 * e, width - 1))
+            for k in range(PARTIALS):
+                if first + k < splits:
+                    top = ptx.maximum(peak, terms[2 * k])
+                    old, new = ptx.exp2((peak - top) * f32(LOG2E)), ptx.exp2((terms[2 * k] - top) * f32(LOG2E))
+                    total = total * old + terms[2 * k + 1] * new
+                    for e in range(COLUMNS):
+                        sums[e] = sums[e] * old + values[COLUMNS * k + e] * new
+                    peak = top
+        for e in range(COLUMNS):
+            column = lane + 32 * e
             if column < width:
-                for s in range(splits):
-                    part = parts + s * heads * pitch
-                    factor = ptx.exp2((ptx.load_l2(part + 4 * width) - peak) * f32(LOG2E))
-                    total += factor * ptx.load_l2(part + 4 * width + 4)
-                    value += factor * ptx.load_l2(part + 4 * column)
-                value = value / total
-                place = address(record, arenas, 1, slot)
+                value = sums[e] / total
                 if out == BF16_OUT:
                     ptx.store_u16(place + 2 * (head * width + column), ptx.pack_bf16(value, f32(0.0)))
                 else:

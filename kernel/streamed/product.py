@@ -16,10 +16,24 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import activate_code, address, device, parameter, parameter_f32, present
-from wpk.kernel.layout import CHUNK_BYTES, EMPTY, FACTORS, FULL, RING, THREADS, TILE_ROWS, Shape
-from wpk.kernel.streamed.ring import await_stage
+from wpk.kernel.layout import (
+    CHUNK_BYTES,
+    EMPTY,
+    FACTORS,
+    FULL,
+    RING,
+    STREAMED_OUT,
+    STREAMING,
+    THREADS,
+    TILE_ROWS,
+    WINDOW_BYTES,
+    Shape,
+)
+from wpk.kernel.streamed.ring import await_stage, mark, window_box
+from wpk.ops.simd import ACTIVATIONS
 
 i32, i64, f32 = np.int32, np.int64, np.float32
+FACTORS_AT = 8  # chunk of a phase during which the norms' factors are computed
 GROUP = 8  # rows of a weight that one thread's epilogue has
 HALF = TILE_ROWS // 2
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
@@ -28,6 +42,8 @@ DESCRIPTOR = (1 << 62) | (64 << 32) | (1 << 16)
 MATMUL, MAMBA2, QKV, ARGMAX = range(4)
 KINDS = {"tiled_matmul": MATMUL, "mamba2_projection": MAMBA2, "qkv_projection": QKV, "argmax_projection": ARGMAX}
 BF16_OUT = 1
+TAP_PITCH = 4 * TILE_ROWS  # bytes between taps in a stage
+RELU2 = ACTIVATIONS["relu2"]
 
 
 # --- what the payload says ----------------------------------------------------------------------------------------
@@ -49,18 +65,31 @@ def product_shape(kind, record):
 def part_range(kind, record, part):
     """First group, groups, first chunk, chunks and column share of a part."""
     groups, chunks, shares, splits = product_shape(kind, record)
-    share, split = i64(part) // splits, i64(part) % splits
-    first, last = i64(groups) * share // shares, i64(groups) * (share + 1) // shares
-    start, stop = i64(chunks) * split // splits, i64(chunks) * (split + 1) // splits
-    return i32(first), i32(last - first), i32(start), i32(stop - start), i32(split)
+    share = i32(i32(part) // splits)
+    split = i32(i32(part) - share * splits)
+    first, last = i32(i32(groups * share) // shares), i32(i32(groups * i32(share + i32(1))) // shares)
+    start, stop = i32(i32(chunks * split) // splits), i32(i32(chunks * i32(split + i32(1))) // splits)
+    return first, i32(last - first), start, i32(stop - start), split
 
 
 @device
-def tile_address(kind, record, arenas, part):
+def tile_address(kind, record, part):
     """Where a part's tiles start in global memory."""
     _, chunks, _, _ = product_shape(kind, record)
     first, count, start, _, _ = part_range(kind, record, part)
-    return address(record, arenas, 1, i64(0)) + 1024 * (i64(first) * chunks + i64(count) * start)
+    return address(record, 0, 1, i64(0)) + 1024 * (i64(first) * chunks + i64(count) * start)
+
+
+@device
+def window_items(kind, record, first, groups, slots, sessions):
+    """Stages that bring the convolution's windows of a part's rows, `sessions` in each; 0 where it has no such rows."""
+    if kind != MAMBA2:
+        return i64(0)
+    inner, channels = i32(parameter(record, 3)), i32(parameter(record, 4))
+    row = i32(first * i32(GROUP))
+    if i32(row + groups * i32(GROUP)) <= inner or row >= i32(inner + channels):
+        return i64(0)
+    return i64(i32(i32(slots) + i32(sessions - 1)) // i32(sessions))
 
 
 @device
@@ -75,7 +104,10 @@ def norm_terms(kind, record):
         return 2, parameter(record, 6), parameter(record, 1), parameter_f32(record, 7)
     if kind == QKV:
         return 2, parameter(record, 6), parameter(record, 0), parameter_f32(record, 7)
-    return 2, parameter(record, 3), parameter(record, 1), parameter_f32(record, 4)
+    count = parameter(record, 3)
+    if not present(record, 2):
+        count = i64(0)
+    return 2, count, parameter(record, 1), parameter_f32(record, 4)
 
 
 # --- norms --------------------------------------------------------------------------------------------------------
@@ -122,8 +154,8 @@ def store_8_bf16(place, v, policy):
 
 
 @device
-def finish_matmul(record, arenas, slot, row, split, v, policy):
-    """Bias, activation, store; or the partial sums of a column share."""
+def finish_matmul(record, arenas, slot, row, split, v, staged, policy):
+    """Bias, activation, store; or the partial sums of a column share. staged: where the eight lie in shared memory."""
     rows = parameter(record, 0)
     place = address(record, arenas, 4, slot)
     if present(record, 2):
@@ -131,9 +163,19 @@ def finish_matmul(record, arenas, slot, row, split, v, policy):
         for e in range(GROUP):
             v[e] += ptx.load_constant_f32(bias + 4 * e)
     code = parameter(record, 4)
-    if code != 0:
+    if code == RELU2:
         for e in range(GROUP):
-            v[e] = activate_code(code, v[e])
+            positive = ptx.maximum(v[e], f32(0.0))
+            v[e] = positive * positive
+    elif code != 0:
+        # One copy of the activations' code: through shared memory, because registers have no index.
+        for e in range(GROUP):
+            ptx.shared_store(i32(staged + i32(4 * e)), v[e])
+        for e in range(ptx.renewed_32(i32(GROUP))):
+            at = i32(staged + i32(4) * i32(e))
+            ptx.shared_store(at, activate_code(code, ptx.shared_load(at)))
+        for e in range(GROUP):
+            v[e] = ptx.shared_load(i32(staged + i32(4 * e)))
     if parameter(record, 5) == BF16_OUT:
         store_8_bf16(place + 2 * row, v, policy)
     else:
@@ -141,8 +183,11 @@ def finish_matmul(record, arenas, slot, row, split, v, policy):
 
 
 @device
-def finish_mamba2(record, arenas, slot, row, v, policy):
-    """Rows are z | x B C | dt: silu(z); the convolution's window and SiLU; dt, decay and D of each head."""
+def finish_mamba2(record, arenas, slot, row, window, taps, v, policy):
+    """Rows are z | x B C | dt: silu(z); the convolution's window and SiLU; dt, decay and D of each head.
+
+    window: the three older rows of these channels in shared memory; taps: their taps and bias there.
+    """
     inner, channels, heads = parameter(record, 3), parameter(record, 4), parameter(record, 5)
     mixed = address(record, arenas, 5, slot)
     constants = address(record, arenas, 3, i64(0))
@@ -152,24 +197,22 @@ def finish_mamba2(record, arenas, slot, row, v, policy):
             v[e] = silu(v[e])
         store_8(mixed + 4 * row, v, policy)
     elif channel < channels:
-        window = address(record, arenas, 4, slot) + 2 * channel
+        ring = address(record, arenas, 4, slot) + 2 * channel
         kept = cuda.local.array(4, types.int32)
-        oldest = ptx.load_l2_4x32(window)
-        middle = ptx.load_l2_4x32(window + 2 * channels)
-        newest = ptx.load_l2_4x32(window + 4 * channels)
+        oldest = ptx.shared_load_4x32(window)
+        middle = ptx.shared_load_4x32(i32(window + i32(2 * TILE_ROWS)))
+        newest = ptx.shared_load_4x32(i32(window + i32(4 * TILE_ROWS)))
         for e in range(4):
             kept[e] = ptx.pack_bf16(v[2 * e], v[2 * e + 1])
-        ptx.store_4x32_kept(window, middle[0], middle[1], middle[2], middle[3], policy)
-        ptx.store_4x32_kept(window + 2 * channels, newest[0], newest[1], newest[2], newest[3], policy)
-        ptx.store_4x32_kept(window + 4 * channels, kept[0], kept[1], kept[2], kept[3], policy)
-        taps = constants + 4 * channel
-        pitch = 4 * channels
+        ptx.store_4x32_kept(ring, middle[0], middle[1], middle[2], middle[3], policy)
+        ptx.store_4x32_kept(ring + 2 * channels, newest[0], newest[1], newest[2], newest[3], policy)
+        ptx.store_4x32_kept(ring + 4 * channels, kept[0], kept[1], kept[2], kept[3], policy)
         for half in range(2):
-            t0 = ptx.load_constant_4(taps + 16 * half)
-            t1 = ptx.load_constant_4(taps + pitch + 16 * half)
-            t2 = ptx.load_constant_4(taps + 2 * pitch + 16 * half)
-            t3 = ptx.load_constant_4(taps + 3 * pitch + 16 * half)
-            bias = ptx.load_constant_4(taps + 4 * pitch + 16 * half)
+            t0 = ptx.shared_load_4(i32(taps + i32(16 * half)))
+            t1 = ptx.shared_load_4(i32(taps + i32(TAP_PITCH + 16 * half)))
+            t2 = ptx.shared_load_4(i32(taps + i32(2 * TAP_PITCH + 16 * half)))
+            t3 = ptx.shared_load_4(i32(taps + i32(3 * TAP_PITCH + 16 * half)))
+            bias = ptx.shared_load_4(i32(taps + i32(4 * TAP_PITCH + 16 * half)))
             for e in range(2):
                 at = 2 * half + e
                 low = ptx.fma(ptx.low_bf16(oldest[at]), t0[2 * e], bias[2 * e])
@@ -270,10 +313,51 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
     best_of = make_best_of(count)
     stages, stage_bytes, staging = shape.stages, shape.stage_bytes, shape.staging
     factor_rounds = shape.sessions * 4 // THREADS
+    most_windows, sessions = max(shape.window_sessions, 1), shape.sessions
     has_matmul, has_mamba2, has_qkv, has_argmax = (k in kinds for k in (MATMUL, MAMBA2, QKV, ARGMAX))
 
     @device
-    def consume(kind, record, arenas, slot_lo, slot_hi, part_lo, part_hi, base, item):
+    def finish(
+        kind,
+        record,
+        arenas,
+        slot_lo,
+        first,
+        start,
+        groups,
+        split,
+        session_lo,
+        session_hi,
+        windows,
+        box,
+        thread,
+        base,
+        policy,
+    ):
+        """The epilogue of the staged results of sessions session_lo .. session_hi; `windows`: of the first of them."""
+        v = cuda.local.array(GROUP, types.float32)
+        for unit in range(thread, i32(i32(session_hi - session_lo) * groups), i32(THREADS)):
+            session = i32(i32(unit) // groups)
+            column = i32(i32(unit) - session * groups)
+            at = i32(base + i32(staging) + i32(session_lo + session) * i32(pitch) + column * i32(32))
+            left, right = ptx.shared_load_4(at), ptx.shared_load_4(i32(at + i32(16)))
+            for e in range(4):
+                v[e] = left[e]
+                v[4 + e] = right[e]
+            group = i32(column + start // i32(GROUP))
+            row = i64(i32(i32(first + group) * i32(GROUP)))
+            slot = slot_lo + i64(i32(session_lo + session))
+            if has_mamba2 and kind == MAMBA2:
+                window = i32(windows + session * i32(WINDOW_BYTES) + group * i32(2 * GROUP))
+                taps = i32(windows + box * i32(WINDOW_BYTES) + group * i32(4 * GROUP))
+                finish_mamba2(record, arenas, slot, row, window, taps, v, policy)
+            elif has_qkv and kind == QKV:
+                finish_qkv(record, arenas, slot, row, v, policy)
+            elif has_matmul:
+                finish_matmul(record, arenas, slot, row, split, v, at, policy)
+
+    @device
+    def consume(kind, record, arenas, slot_lo, slot_hi, part_lo, part_hi, all_slots, base, item):
         """`item` counts what has gone through the ring; the new count is returned."""
         slots = slot_hi - slot_lo
         operand, squares, width, epsilon = norm_terms(kind, record)
@@ -287,11 +371,7 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
         high = i32(low + i32(8))
         pair = i32((lane & i32(3)) * i32(2))
         factor_low, factor_high = f32(1.0), f32(1.0)
-        if squares > 0:
-            write_factors(operand, squares, width, epsilon, record, arenas, slot_lo, slots, base, factor_rounds)
-            ptx.barrier()
-            factor_low = ptx.shared_load(i32(base + i32(FACTORS) + low * i32(4)))
-            factor_high = ptx.shared_load(i32(base + i32(FACTORS) + high * i32(4)))
+        fresh = squares > 0
         stage = i32(item % stages)
         parity = i32((item // stages) & 1)
         b_offset = i32(0) if wide else i32(group * i32(HALF * CHUNK_BYTES))
@@ -301,8 +381,14 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
             first, groups, _, chunks, split = part_range(kind, record, part)
             rows = i32(groups * i32(GROUP))
             accumulators = zeros()
-            for _ in range(chunks):
+            # Away from the start of the phase: the ring is full then, and whoever waits stops the stream.
+            mid = min(chunks - 1, FACTORS_AT)
+            for chunk in range(chunks):
                 await_stage(base, i32(i32(FULL) + stage * i32(8)), parity)
+                if chunk == 0:
+                    mark(base, STREAMING)
+                if fresh and chunk == mid:
+                    write_factors(operand, squares, width, epsilon, record, arenas, slot_lo, slots, base, factor_rounds)
                 place = i32(base + i32(RING) + stage * i32(stage_bytes))
                 accumulators = wgmma(
                     accumulators,
@@ -315,7 +401,16 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                 if stage == i32(stages):
                     stage = i32(0)
                     parity = i32(parity ^ i32(1))
-            item += i64(chunks)
+            mark(base, STREAMED_OUT)
+            windows, box = i64(0), i32(1)
+            if has_mamba2:
+                box = i32(window_box(i64(min(all_slots, sessions)), most_windows))
+                windows = window_items(kind, record, first, groups, slots, box)
+            if fresh:
+                fresh = False
+                ptx.barrier()
+                factor_low = ptx.shared_load(i32(base + i32(FACTORS) + low * i32(4)))
+                factor_high = ptx.shared_load(i32(base + i32(FACTORS) + high * i32(4)))
             if has_argmax and kind == ARGMAX:
                 start = i32(0) if wide else i32(group * i32(HALF))
                 b0, i0, b1, i1 = best_of(
@@ -364,23 +459,35 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                     here = i32(groups)
                     if wide:
                         here = i32(min(max(i32(groups - i32(r * HALF // GROUP)), i32(0)), i32(HALF // GROUP)))
-                    v = cuda.local.array(GROUP, types.float32)
-                    for unit in range(thread, i32(slots) * here, i32(THREADS)):
-                        session = i32(i32(unit) // here)
-                        column = i32(i32(unit) - session * here)
-                        at = i32(base + i32(staging) + session * i32(pitch) + column * i32(32))
-                        left, right = ptx.shared_load_4(at), ptx.shared_load_4(i32(at + i32(16)))
-                        for e in range(4):
-                            v[e] = left[e]
-                            v[4 + e] = right[e]
-                        row = i64(first * i32(GROUP)) + i64(start + column * i32(GROUP))
-                        slot = slot_lo + i64(session)
-                        if has_mamba2 and kind == MAMBA2:
-                            finish_mamba2(record, arenas, slot, row, v, policy)
-                        elif has_qkv and kind == QKV:
-                            finish_qkv(record, arenas, slot, row, v, policy)
-                        elif has_matmul:
-                            finish_matmul(record, arenas, slot, row, i64(split), v, policy)
+                    # Sessions whose windows have come in one stage are finished together.
+                    turns = max(windows, i64(1))
+                    for turn in range(turns):
+                        session_lo, session_hi = i32(0), i32(slots)
+                        window = i32(0)
+                        if windows > 0:
+                            session_lo = i32(i32(turn) * box)
+                            session_hi = i32(min(i32(session_lo + box), i32(slots)))
+                            at = i32((item + i64(chunks) + turn) % stages)
+                            if r == 0:
+                                await_stage(
+                                    base, i32(i32(FULL) + at * i32(8)),
+                                    i32(((item + i64(chunks) + turn) // stages) & 1),
+                                )  # fmt: skip
+                            window = i32(base + i32(RING) + at * i32(stage_bytes))
+                        finish(
+                            kind, record, arenas, slot_lo, first, i32(start), here, i64(split), session_lo, session_hi,
+                            window, box, thread, base, policy,
+                        )  # fmt: skip
+                        if windows > 0 and r == rounds - 1:
+                            ptx.warp_barrier()
+                            if lane == 0:
+                                ptx.mbarrier_arrive(
+                                    i32(base + i32(EMPTY) + i32((item + i64(chunks) + turn) % stages) * i32(8))
+                                )
+                item += windows
+            item += i64(chunks)
+            stage = i32(item % stages)
+            parity = i32((item // stages) & 1)
         return item
 
     return consume

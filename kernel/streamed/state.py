@@ -9,7 +9,7 @@ from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
-from wpk.kernel.cuda_library import address, device, is_live, parameter
+from wpk.kernel.cuda_library import address, device, parameter, stride
 from wpk.kernel.layout import EMPTY, FULL, RING, WARPS, Shape
 from wpk.kernel.streamed.ring import STATE_ROW, await_stage
 
@@ -44,11 +44,16 @@ def make_consume(shape: Shape) -> Any:
         held = cuda.local.array(HELD, types.float32)
         scaled = cuda.local.array(MOST_ROWS, types.float32)
         y = cuda.local.array(MOST_ROWS, types.float32)
+        states, state_step = address(record, arenas, 1, i64(0)), stride(record, 1)
+        results, result_step = address(record, arenas, 2, i64(0)), stride(record, 2)
+        occupied = ptx.load_relaxed_gpu(live + 8 * (slot_lo >> 6))
         for slot in range(slot_lo, slot_hi):
-            if not is_live(live, slot):
+            if slot & 63 == 0:
+                occupied = ptx.load_relaxed_gpu(live + 8 * (slot >> 6))
+            if (occupied >> (slot & 63)) & 1 == 0:
                 continue
-            state = address(record, arenas, 1, slot)
-            out = address(record, arenas, 2, slot)
+            state = states + slot * state_step
+            out = results + slot * result_step
             for part in range(part_lo, part_hi):
                 await_stage(base, i32(i32(FULL) + stage * i32(8)), parity)
                 place = i32(base + i32(RING) + stage * i32(stage_bytes))
@@ -68,7 +73,9 @@ def make_consume(shape: Shape) -> Any:
                 ptx.warp_barrier()
                 if lane == 0:
                     ptx.mbarrier_arrive(i32(base + i32(EMPTY) + stage * i32(8)))
-                target = state + i64(part) * i64(rows * i32(STATE_ROW)) + i64(warp * own * i32(STATE_ROW) + lane * i32(16))
+                target = (
+                    state + i64(part) * i64(rows * i32(STATE_ROW)) + i64(warp * own * i32(STATE_ROW) + lane * i32(16))
+                )
                 for r in range(MOST_ROWS):
                     z0 = ptx.fma(scaled[r], b[0], held[4 * r] * terms[1])
                     z1 = ptx.fma(scaled[r], b[1], held[4 * r + 1] * terms[1])

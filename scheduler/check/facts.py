@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,24 @@ class Facts:
 
     def __init__(self, program: Program, library: OperatorLibrary) -> None:
         self.program, self.library = program, library
+
+    @cached_property
+    def _tasks(self) -> list[list[tuple[int, int, int, int]]]:
+        """Each payload's tasks: slot_lo, slot_hi, part_lo, part_hi."""
+        found: list[list[tuple[int, int, int, int]]] = [[] for _ in self.program.payloads]
+        names = ("payload", "slot_lo", "slot_hi", "part_lo", "part_hi")
+        for payload, *task in zip(*(self.program.tasks[name].tolist() for name in names), strict=True):
+            found[payload].append((task[0], task[1], task[2], task[3]))
+        return found
+
+    def bands(self, payload: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """Ranges of slots within which a payload's tasks don't change, each with its sorted ranges of parts."""
+        tasks = self._tasks[payload]
+        edges = sorted({edge for lo, hi, _, _ in tasks for edge in (lo, hi)})
+        return [
+            (first, end, sorted((a, b) for lo, hi, a, b in tasks if lo <= first and end <= hi))
+            for first, end in pairwise(edges)
+        ]
 
     @cached_property
     def classes(self) -> list[type[Operator]]:

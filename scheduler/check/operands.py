@@ -65,14 +65,10 @@ def _or_none(function: Callable[..., Any], *arguments: Any) -> Any:
 def parts(facts: Facts) -> Iterator[str]:
     """Parts that run apart write apart, and nothing of a result is left out."""
     program = facts.program
-    cuts: list[dict[int, list[tuple[int, int]]]] = [{} for _ in program.payloads]
-    columns = (program.tasks[name].tolist() for name in ("payload", "slot_lo", "part_lo", "part_hi"))
-    for payload, slot, lo, hi in zip(*columns, strict=True):
-        cuts[payload].setdefault(slot, []).append((lo, hi))
     known: dict[tuple[Any, ...], str] = {}
     for i, record in enumerate(program.payloads):
         cls, count = facts.classes[record["opcode"]], int(record["parts"])
-        for cut in {tuple(sorted(ranges)) for ranges in cuts[i].values()}:
+        for cut in {tuple(ranges) for _, _, ranges in facts.bands(i)}:
             for j in cls.writes(int(record["operands"])):
                 key = (cls, facts.parameters[i], j, count, cut)
                 if key not in known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,8 @@ def structure(facts: Facts) -> Iterator[str]:
 def tiling(facts: Facts) -> Iterator[str]:
     """The tasks of a payload cover its rectangle of slots x parts exactly once, in one wave.
 
-    Accepted are ranges of slots each cut into ranges of parts, or ranges of parts each cut into ranges of slots.
+    Grids (ranges of slots each cut into ranges of parts, or the other way round) are seen at once for all payloads;
+    what is none is looked at band by band.
     """
     p = facts.program
     tasks = p.tasks.astype([(n, "<i8") for n in TASK.names or ()])
@@ -80,9 +81,22 @@ def tiling(facts: Facts) -> Iterator[str]:
     slots = np.full(len(parts), p.slots, np.int64)
     bad = ~(_tiled(tasks, ("slot", slots), ("part", parts)) | _tiled(tasks, ("part", parts), ("slot", slots)))
     for i in np.flatnonzero(bad):
+        if _covers(facts.bands(int(i)), p.slots, int(parts[i])):
+            continue
         rows = tasks[tasks["payload"] == i]
         shown = ", ".join(f"{r['slot_lo']}:{r['slot_hi']} x {r['part_lo']}:{r['part_hi']}" for r in rows[:4])
         yield f"{facts.phase(i)}: tasks {shown} do not cover {p.slots} slots x {parts[i]} parts once"
+
+
+def _covers(bands: Sequence[tuple[int, int, Sequence[tuple[int, int]]]], slots: int, parts: int) -> bool:
+    """Whether the bands follow each other over all slots, and the ranges of each over all parts."""
+    if not bands or bands[0][0] != 0 or bands[-1][1] != slots:
+        return False
+    for _, _, ranges in bands:
+        ends = [0, *(hi for _, hi in ranges)]
+        if [lo for lo, _ in ranges] != ends[:-1] or ends[-1] != parts:
+            return False
+    return True
 
 
 def _tiled(

@@ -42,7 +42,10 @@ LARGEST = 2.0**-5  # of one number and the root mean square: the most that a sin
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its slots, and where sessions start. rows: of the caches. start: position of a new session."""
+    """A model, its slots, and where sessions start. rows: of the caches. start: position of a new session.
+
+    steps: of a beat.
+    """
 
     shape: Shape
     slots: int
@@ -50,6 +53,7 @@ class Case:
     heads: tuple[str, ...] = ("lm_head",)
     rows: int = 40
     start: int = 0
+    steps: int = 1
 
 
 # Hidden sizes that fill no chunk of 64, shares of uneven groups of rows, one to eight key heads, both widths of heads
@@ -67,6 +71,9 @@ CASES = {
     ),
     "sixty-five slots": Case(Shape("*-M", 320, (8, 64, 2), 648, (2, 1, 128), 520), 65, rows=40, start=20),
     "ninety-six slots": Case(Shape("M-*M-", 256, (8, 32, 2), 512, (4, 2, 64), 512), 96, rows=64, start=48),
+    "three steps a beat": Case(
+        Shape("M*-", 264, (16, 64, 4), 328, (8, 1, 64), 1000), 7, rows=70, start=5, steps=3
+    ),
     "Mamba-2 alone": Case(Shape("MMM", 264, (40, 80, 8), 128, (8, 8, 128), 512), 112, logits=False),
     "feed-forward alone": Case(Shape("--", 136, (8, 32, 2), 1416, (8, 8, 128), 4104), 128, logits=False),
     "attention alone": Case(Shape("**", 72, (8, 32, 2), 128, (8, 8, 64), 264, embedded=True), 65, rows=24, start=9),
@@ -93,7 +100,7 @@ class _Weights(SyntheticSet):
 def _compiled(case: Case) -> Compiled:
     model = spec(case.shape, logits=case.logits, heads=case.heads)
     graph, library = build_graph(model, context=case.rows), Selection(model.operators, LIBRARY)
-    return compile_graph(graph, library, TARGETS["h200"], capacity=case.slots, steps=1)
+    return compile_graph(graph, library, TARGETS["h200"], capacity=case.slots, steps=case.steps)
 
 
 @functools.cache
@@ -210,15 +217,19 @@ class Run:
 
 
 def step(kernel: Any, shape: Shape, beat: int, who: Mapping[int, int]) -> dict[int, Outputs]:
-    """One beat; who: slot -> session, below 0 one that is given garbage. Slots without one are given it as well."""
-    ((name, (view,)),) = ports(kernel, Direction.INPUT).items()
+    """One beat; outputs by slot and port, [steps, values].
+
+    who: slot -> session, below 0 one that is given garbage. Slots without one are given it as well.
+    """
+    ((name, views),) = ports(kernel, Direction.INPUT).items()
     assert name == INPUT
-    for slot in range(kernel.program.slots):
-        session = who.get(slot, -1)
-        view[slot] = given(shape, session, beat) if session >= 0 else garbage(shape, slot + beat)
+    for number, view in enumerate(views):
+        for slot in range(kernel.program.slots):
+            at, session = beat * len(views) + number, who.get(slot, -1)
+            view[slot] = given(shape, session, at) if session >= 0 else garbage(shape, slot + at)
     kernel.beat()
     made = ports(kernel, Direction.OUTPUT)
-    return {slot: {port: views[0][slot].copy() for port, views in made.items()} for slot in who}
+    return {slot: {port: np.stack([v[slot] for v in vs]) for port, vs in made.items()} for slot in who}
 
 
 def history(kernel: Any, case: Case, beats: int = 20) -> Run:

@@ -59,11 +59,12 @@ def played(case: Case) -> Run:
 
 
 def tokens_and_logits(run: Run, head: str) -> list[tuple[int, Array | None]]:
-    """Each beat's and slot's token, and logits where the model gives them."""
+    """Each step's and slot's token, and logits where the model gives them."""
     return [
-        (int(outputs[head][0]), outputs.get(f"{head}_logits"))
+        (int(token[0]), outputs[f"{head}_logits"][step] if f"{head}_logits" in outputs else None)
         for beat in run.outputs
         for _, outputs in sorted(beat.items())
+        for step, token in enumerate(outputs[head])
     ]
 
 
@@ -138,7 +139,14 @@ def test_a_session_has_the_same_bits_alone_in_slot_0_and_among_others(name: str,
 
 
 # --- phase by phase ---------------------------------------------------------------------------------------------------
-PHASES = ("all kinds of layers", "seven slots", "no logits", "sixty-five slots", "more slots than a tile")
+PHASES = (
+    "all kinds of layers",
+    "seven slots",
+    "no logits",
+    "three steps a beat",
+    "sixty-five slots",
+    "more slots than a tile",
+)
 
 
 def occupied(slots: int) -> list[int]:
