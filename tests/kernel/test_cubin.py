@@ -188,7 +188,7 @@ def test_the_dispatch_is_generated_from_the_operator_table() -> None:
         }
         choose = switch("choose", cases, "address")
 
-        def kernel(code, address):
+        def kernel(code: int, address: int) -> None:
             choose(code, address)
 
         from numba.cuda import types

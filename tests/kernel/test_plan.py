@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,9 @@ class Sketch:
         self.names.append(name)
         return len(self.values) - 1
 
-    def phase(self, wave: int, name: str, operands: list[int | None], parameters: list[int], *chores: Chore) -> None:
+    def phase(
+        self, wave: int, name: str, operands: Sequence[int | None], parameters: Sequence[int], *chores: Chore
+    ) -> None:
         """A payload over these values, in their order; None: absent."""
         operator = f"{name}@1"
         if operator not in self.operators:
@@ -134,6 +137,11 @@ def hybrid(slots: int = SLOTS) -> Program:
 NORM, NORM_AGAIN, MAMBA, STEP, QKV, PARTS, MERGE, PRODUCT, STEP_AGAIN = range(9)
 
 
+def word(row: Any, at: int) -> int:
+    """The 64-bit word of an order at a byte."""
+    return int(row[at : at + 8].view(np.uint64)[0])
+
+
 # --- tasks --------------------------------------------------------------------------------------------------------
 def test_tasks_are_sorted_by_block_and_then_by_wave() -> None:
     tasks, starts = task_table(hybrid())
@@ -158,7 +166,6 @@ def test_an_order_holds_a_payload_the_addresses_that_it_means_and_a_task_s_range
     assert orders.shape == (14, ORDER_BYTES) and orders.dtype == np.uint8
     for row, task in zip(orders, tasks, strict=True):
         assert row[:128].tobytes() == program.payloads[task["payload"]].tobytes()
-    word = lambda row, at: int(row[at : at + 8].view(np.uint64)[0])  # noqa: E731
     addresses = [word(orders[1], layout.ORDER_ADDRESSES + 8 * i) for i in range(OPERANDS)]  # of MAMBA, block 0
     weights, states, temporaries = BASES[Arena.WEIGHTS], BASES[Arena.STATE], BASES[Arena.ACTIVATIONS]
     # Values lie one behind the other: four slots of x are 4 * 448 bytes, of h 4 * 256, of squares 4 * 64.
