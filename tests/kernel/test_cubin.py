@@ -293,7 +293,7 @@ def test_shared_memory_is_divided_without_overlap(sessions: int) -> None:
     ends = [
         (layout.FULL, 8 * layout.MOST_STAGES), (layout.EMPTY, 8 * layout.MOST_STAGES), (layout.OPENED, 8),
         (layout.ENDED, 4), (layout.SEEN, 8), (layout.COUNTS, 8), (layout.FIRSTS, 8), (layout.FETCHED, 16),
-        (layout.STAMP, 8), (layout.REDUCTION, 512), (layout.FACTORS, 4 * 128),
+        (layout.WAITING, 4), (layout.STAMP, 8), (layout.REDUCTION, 512), (layout.FACTORS, 4 * 128),
         (layout.BUFFER, 2 * layout.KEPT_ORDERS * layout.ORDER_BYTES), (layout.RING, shape.stages * shape.stage_bytes),
     ]  # fmt: skip
     for (start, size), (after, _) in itertools.pairwise(sorted(ends)):
