@@ -45,7 +45,6 @@ _CONSTANTS: dict[str, dict[str, int]] = {
 _CONSTANTS["wpk.ops.streaming"]["CHUNK"] = SCRATCH_WORDS
 
 device: Callable[..., Any] = cuda.jit(device=True, forceinline=True)
-outlined: Callable[..., Any] = cuda.jit(device=True)  # what is rare, or called in many places: code that is not copied
 
 
 # --- what every part of the kernel reads --------------------------------------------------------------------------

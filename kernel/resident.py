@@ -26,7 +26,7 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.control import CONTROL, END_NS, INPUT_EPOCH, OUTPUT_EPOCH, POISON, STALLED, START_NS
-from wpk.kernel.cuda_library import _view_i64, block_body, constant_32, device, outlined, shared_base, switch, word
+from wpk.kernel.cuda_library import _view_i64, block_body, constant_32, device, shared_base, switch, word
 from wpk.kernel.layout import (
     ACTIVE,
     ARRIVED,
@@ -87,14 +87,14 @@ from wpk.kernel.layout import (
     Shape,
 )  # fmt: skip
 from wpk.kernel.streamed import bodies
-from wpk.kernel.streamed.ring import CURSOR_WORDS, ITEM, PHASE, STAGE, await_stage, make_producer, mark
+from wpk.kernel.streamed.ring import BOTH, await_stage, make_producer, mark
 
 i32 = np.int32
 MASKS = CONTROL.itemsize
+START, INPUT_WAVE, RESET_WAVE = -3, -2, -1  # what comes before wave 0 of a beat
 POISON_STALLED = 3
 LOOK_AT_HOST = 32  # barriers between two looks of block 0 at the host's poison word, a microsecond each
 SPINS = 32  # polls of the counter between two readings of the clock, about 20 us
-PATIENCE = 1 << 14  # looks at the block's own consumers before the bounded wait for all blocks
 SIGNATURE = types.void(types.int64)
 
 
@@ -115,7 +115,7 @@ def stop(context):
     ptx.or_release_gpu(word(context, SYNC) + COUNTER, STOPPED)
 
 
-@outlined
+@device
 def report_stall(context, target, wave):
     """Tell the host which wave and which block: the first that has not arrived."""
     late, arrived = 0, word(context, SYNC) + ARRIVED
@@ -131,7 +131,7 @@ def report_stall(context, target, wave):
 
 
 # --- waits of the producer ----------------------------------------------------------------------------------------
-@outlined
+@device
 def await_host(context, seen):
     """The next input epoch; 0 when the kernel is to end: poisoned, or the host has not stirred for too long."""
     control, watch = word(context, CONTROL_PAGE), word(context, WATCH)
@@ -162,7 +162,7 @@ def arrive_alone(context, target):
     ptx.store_relaxed_gpu(sync + ARRIVED + 8 * index_of_block(), target)
 
 
-@outlined
+@device
 def await_blocks(context, target, wave, idle, look):
     """Wait until the counter has reached `target`; 1 when the kernel is to end.
 
@@ -207,7 +207,7 @@ def end_consumers(base):
     open_wave(base)
 
 
-@outlined
+@device
 def fetch_orders(context, base, wave, ran):
     """The block's orders of a wave into the half of the buffer that is free; `ran` counts the waves of all beats."""
     waves = word(context, WAVES)
@@ -256,7 +256,7 @@ def await_open(base, parity):
 
 
 # --- between beats ------------------------------------------------------------------------------------------------
-@outlined
+@device
 def copy_masks(context):
     """Block 0: the host's masks into device memory, and whether any slot is live or to be reset."""
     masks = word(context, CONTROL_PAGE) + MASKS
@@ -278,7 +278,7 @@ def holds(mask, slot):
     return (_view_i64(mask + 8 * (slot >> 6), 1)[0] >> (slot & 63)) & 1 != 0
 
 
-@outlined
+@device
 def reset_slots(context, thread, threads):
     """The initial image into the state of every slot of the reset mask."""
     slab, image, state = word(context, SLAB), word(context, IMAGE), word(context, STATE)
@@ -290,7 +290,7 @@ def reset_slots(context, thread, threads):
                 target[i] = source[i]
 
 
-@outlined
+@device
 def fetch_inputs(context, thread, threads):
     """The rows of every input port from host memory; those of slots without a session do no harm."""
     table, host, own = word(context, INPUTS), word(context, HOST_IO), word(context, IO)
@@ -300,7 +300,7 @@ def fetch_inputs(context, thread, threads):
             ptx.copy_16(own + offset + at, host + offset + at)
 
 
-@outlined
+@device
 def deliver_outputs(context, thread, threads):
     """The rows of every output port, of live slots alone, into host memory."""
     table, host, own = word(context, OUTPUTS), word(context, HOST_IO), word(context, IO)
@@ -442,18 +442,17 @@ def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
     """What the producer thread of a block does."""
     names = [name.partition("@")[0] for name in operators]
     streams = shape.stages > 0
-    start_beat, fill_ahead, serve_wave = make_producer(shape, *bodies.producer_parts(names))
+    start_beat, stream_wave = make_producer(shape, *bodies.producer_parts(names), fetch_orders)
 
     @device
     def producer(context, base):
         block, blocks = index_of_block(), np.int64(ptx.block_count())
-        waves = word(context, WAVES)
-        counter = word(context, SYNC) + COUNTER
-        target, seen, ran = np.int64(0), np.int64(0), np.int64(0)
-        early = cuda.local.array(CURSOR_WORDS, types.int64)
-        late = cuda.local.array(CURSOR_WORDS, types.int64)
-        for which in (ITEM, STAGE, PHASE):
-            early[which], late[which] = 0, 0
+        waves, counter = word(context, WAVES), word(context, SYNC) + COUNTER
+        target, seen, ran, work = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+        # In shared memory: they are indexed, and local memory would be evicted by what streams past.
+        cursors = cuda.shared.array(BOTH, types.int64)
+        for i in range(BOTH):
+            cursors[i] = 0
         policy = ptx.evict_first()
         while True:
             if block == 0:
@@ -464,57 +463,38 @@ def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
                     return
                 ptx.shared_store_32(i32(base + i32(SEEN)), i32(seen))
                 ptx.shared_store_32(i32(base + i32(SEEN + 4)), i32(seen >> 32))
-            target += blocks
-            arrive_alone(context, target)
-            if await_blocks(context, target, 0, block != 0, False) != 0:
-                end_consumers(base)
-                return
-            open_wave(base)
-            fetch_orders(context, base, np.int64(0), ran)
-            target += blocks
-            if await_blocks(context, target, 0, False, False) != 0:
-                end_consumers(base)
-                return
-            work = ptx.load_relaxed_gpu(word(context, SYNC) + WORK)
-            open_wave(base)
-            if work & 2 != 0:
+            arrive_alone(context, target + blocks)
+            wave = START
+            while wave < waves:
+                # Up to the barrier at the end of `wave`.
                 target += blocks
-                if await_blocks(context, target, 0, False, False) != 0:
+                if streams and wave >= 0:
+                    stream_wave(context, cursors, wave, base, policy, counter, target, ran)
+                look = block == 0 and wave % LOOK_AT_HOST == LOOK_AT_HOST - 1
+                idle = wave == START and block != 0
+                if await_blocks(context, target, max(wave, np.int64(0)), idle, look) != 0:
                     end_consumers(base)
                     return
                 open_wave(base)
-            if work & 1 == 0:
-                ran += 1  # wave 0's orders were fetched for nothing
-            else:
+                if wave == INPUT_WAVE:
+                    work = ptx.load_relaxed_gpu(word(context, SYNC) + WORK)
+                wave += 1
+                if wave == RESET_WAVE and work & 2 == 0:
+                    wave = np.int64(0)
+                if wave == 0:
+                    if work & 1 == 0:
+                        ran += 1  # wave 0's orders were fetched for nothing
+                        break
+                    if streams:
+                        start_beat(context, cursors, block)
                 if streams:
                     ptx.fence_async()
-                    start_beat(context, early, block)
-                    start_beat(context, late, block)
-                for wave in range(waves):
-                    target += blocks
-                    if streams:
-                        serve_wave(context, early, late, wave, base, policy)
+                if wave == INPUT_WAVE:
+                    fetch_orders(context, base, np.int64(0), ran)
+                elif wave >= 0 and wave < waves:
                     ran += 1
-                    if wave + 1 < waves:
+                    if not streams and wave + 1 < waves:
                         fetch_orders(context, base, wave + 1, ran)
-                    if streams:
-                        # As long as this block's consumers work, an acquiring look at the counter would only empty the
-                        # first cache under them.
-                        looks = 0
-                        while ptx.shared_load_32(i32(base + i32(WAITING))) != i32(target) and looks < PATIENCE:
-                            looks += 1
-                            if fill_ahead(context, early, late, wave, base, policy) == 0:
-                                break
-                        while ptx.load_acquire_gpu(counter) < target:
-                            if fill_ahead(context, early, late, wave, base, policy) == 0:
-                                break
-                    look = block == 0 and wave % LOOK_AT_HOST == LOOK_AT_HOST - 1
-                    if await_blocks(context, target, wave, False, look) != 0:
-                        end_consumers(base)
-                        return
-                    open_wave(base)
-                    if streams:
-                        ptx.fence_async()
 
     return producer
 

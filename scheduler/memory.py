@@ -51,7 +51,8 @@ def plan(lowered: Lowered, waves: Sequence[int], slots: int) -> Layout:
     ends = {arena: 0 for arena in Arena}
     state = [s for s in lowered.storages if s.role is Role.STATE]
     slab = sum(align(s.type.bytes) for s in state)
-    for storage in lowered.storages:
+    # Small states first: those of all layers then share a few pages of a slab, which a GPU's address cache can hold.
+    for storage in sorted(lowered.storages, key=lambda s: s.type.bytes if s.role is Role.STATE else 0):
         arena, size = ARENA_OF[storage.role], align(storage.type.bytes)
         if storage.role is Role.TEMPORARY:
             continue

@@ -73,11 +73,10 @@ def part_range(kind, record, part):
 
 
 @device
-def tile_address(kind, record, part):
-    """Where a part's tiles start in global memory."""
+def tile_address(kind, record, first, groups, chunk):
+    """Where the tiles of a part start in global memory: of these groups, from this chunk on."""
     _, chunks, _, _ = product_shape(kind, record)
-    first, count, start, _, _ = part_range(kind, record, part)
-    return address(record, 0, 1, i64(0)) + 1024 * (i64(first) * chunks + i64(count) * start)
+    return address(record, 0, 1, i64(0)) + 1024 * (i64(first) * i64(chunks) + i64(groups) * i64(chunk))
 
 
 @device

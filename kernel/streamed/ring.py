@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from wpk.kernel import layout, ptx
-from wpk.kernel.cuda_library import address, constant_32, device, is_live, outlined, parameter, stride, word
+from wpk.kernel.cuda_library import address, constant_32, device, is_live, parameter, stride, word
 from wpk.kernel.layout import (
     CHUNK_BYTES,
     EMPTY,
@@ -30,6 +30,7 @@ from wpk.kernel.layout import (
     STAMP,
     STREAM_BYTES,
     TILE_ROWS,
+    WAITING,
     WINDOW_BYTES,
     Shape,
 )
@@ -42,11 +43,13 @@ STATE_KIND, CACHE_KIND = 4, 5  # after the kinds of `product`
 # items AT to END, one a stage.
 (
     ENTRY, LAST, WAVE, AFTER, OPEN, KIND, RECORD, SLOT_LO, SLOT_HI, PART_LO, PART_HI, SLOT, PART, AT, END, SOURCE, STEP,
-    BYTES, EXTRA, ITEM, STAGE, PHASE, CHUNKS, ROW,
-    BOX,
+    BYTES, EXTRA, ITEM, STAGE, PHASE, CHUNKS, ROW, BOX,
 ) = range(25)  # fmt: skip
 CURSOR_WORDS = 25
+EARLY, LATE = 0, CURSOR_WORDS  # where each cursor is in the array of both
+BOTH = 2 * CURSOR_WORDS
 NEVER = 1 << 30  # a wave after all
+PATIENCE = 1 << 14  # looks at the block's own consumers before the bounded wait for all blocks
 
 
 @device
@@ -84,216 +87,194 @@ def window_box(sessions, most):
     return (sessions + boxes - 1) // boxes
 
 
-def make_producer(shape: Shape, kind_of: Any, part_range: Any, tile_address: Any, window_items: Any) -> Any:
-    """The device functions (start_beat, fill_ahead, serve_wave).
+def make_producer(
+    shape: Shape, kind_of: Any, part_range: Any, tile_address: Any, window_items: Any, fetch_orders: Any
+) -> Any:
+    """The device functions (start_beat, stream_wave).
 
-    kind_of: opcode -> kind of `product`, STATE_KIND or CACHE_KIND. The others: of a product's part.
+    kind_of: opcode -> kind of `product`, STATE_KIND or CACHE_KIND. part_range, tile_address, window_items: of a
+    product's part. fetch_orders: what brings the orders of a wave into shared memory. Every function below is called in one place alone: LLVM copies what it calls, and the kernel must fit the instruction cache.
     """
     stages, stage_bytes, sessions = max(shape.stages, 1), shape.stage_bytes, shape.sessions
     tile_bytes, most_windows = TILE_ROWS * CHUNK_BYTES, max(shape.window_sessions, 1)
 
-    @outlined
-    def read_header(context, cursor):
+    @device
+    def read_header(context, c, o):
         """The wave of the cursor's entry and the wave whose end its early bytes wait for."""
-        cursor[OPEN] = 0
-        if cursor[ENTRY] >= cursor[LAST]:
-            cursor[WAVE] = NEVER
-            cursor[AFTER] = NEVER
-        else:
-            row = word(context, layout.STREAMS) + STREAM_BYTES * cursor[ENTRY]
-            cursor[WAVE] = constant_32(row + 4)
-            cursor[AFTER] = constant_32(row + 8)
+        c[o + OPEN] = 0
+        c[o + WAVE] = NEVER
+        c[o + AFTER] = NEVER
+        if c[o + ENTRY] < c[o + LAST]:
+            row = word(context, layout.STREAMS) + STREAM_BYTES * c[o + ENTRY]
+            c[o + WAVE] = constant_32(row + 4)
+            c[o + AFTER] = constant_32(row + 8)
 
-    @outlined
-    def begin_unit(context, cursor):
-        """The items of a unit; none for a vacant slot."""
-        record, slot, part, kind = cursor[RECORD], cursor[SLOT], cursor[PART], cursor[KIND]
-        cursor[AT] = 0
-        if kind < STATE_KIND:
-            first, groups, start, chunks, _ = part_range(kind, record, part)
-            cursor[AT], cursor[CHUNKS] = i64(start), i64(start + chunks)
-            # After the chunks, the convolution's windows of the part's rows.
-            windows = window_items(kind, record, first, groups, cursor[SLOT_HI] - cursor[SLOT_LO], cursor[BOX])
-            cursor[END], cursor[ROW] = cursor[CHUNKS] + windows, i64(first) * 8
-            cursor[STEP] = i64(groups) * 1024
-            cursor[SOURCE] = tile_address(kind, record, part)
-        elif not is_live(word(context, layout.ACTIVE), slot):
-            cursor[END] = 0
-        elif kind == STATE_KIND:
-            cursor[AT], cursor[END] = cursor[PART_LO], cursor[PART_HI]
-            cursor[STEP] = parameter(record, 3) * STATE_ROW
-            cursor[SOURCE] = address(record, 0, 1, slot) + cursor[AT] * cursor[STEP]
-        else:
-            first, end, _ = cache_range(record, slot, part)
-            cursor[AT], cursor[END] = first, end
-
-    @outlined
-    def settle(context, cursor):
-        """Move on to the next unit that has items; to the next entry's header where there is none."""
-        while cursor[AT] >= cursor[END]:
-            cursor[PART] += 1
-            if cursor[PART] >= cursor[PART_HI] or cursor[KIND] == STATE_KIND:
-                cursor[PART] = cursor[PART_LO]
-                cursor[SLOT] += 1
-                if cursor[SLOT] >= cursor[SLOT_HI] or cursor[KIND] < STATE_KIND:
-                    cursor[ENTRY] += 1
-                    read_header(context, cursor)
-                    return
-            begin_unit(context, cursor)
-
-    @outlined
-    def open_entry(context, cursor):
-        """Decode the entry that the header was read of; the cursor is at its first item, or at the next header."""
-        row = word(context, layout.STREAMS) + STREAM_BYTES * cursor[ENTRY]
+    @device
+    def open_entry(context, c, o):
+        """Decode the entry that the header was read of, up to before its first unit."""
+        row = word(context, layout.STREAMS) + STREAM_BYTES * c[o + ENTRY]
         orders = word(context, layout.ORDERS)
         record = orders + ORDER_BYTES * constant_32(row)
         ptx.prefetch_l2(orders + ORDER_BYTES * constant_32(row + 12), i32(ORDER_BYTES))
-        cursor[RECORD] = record
         kind = i64(kind_of(i64(ptx.load_order_32(record)) & 0xFFFF))
-        cursor[KIND] = kind
-        cursor[SLOT_LO] = i64(ptx.load_order_32(record + ORDER_SLOT_LO))
-        cursor[SLOT_HI] = i64(ptx.load_order_32(record + ORDER_SLOT_HI))
-        cursor[PART_LO] = i64(ptx.load_order_32(record + ORDER_PART_LO))
-        cursor[PART_HI] = i64(ptx.load_order_32(record + ORDER_PART_HI))
-        cursor[SLOT], cursor[PART], cursor[OPEN] = cursor[SLOT_LO], cursor[PART_LO], 1
+        c[o + RECORD], c[o + KIND], c[o + OPEN] = record, kind, 1
+        slot_lo, part_lo = (
+            i64(ptx.load_order_32(record + ORDER_SLOT_LO)),
+            i64(ptx.load_order_32(record + ORDER_PART_LO)),
+        )
+        c[o + SLOT_LO], c[o + SLOT_HI] = slot_lo, i64(ptx.load_order_32(record + ORDER_SLOT_HI))
+        c[o + PART_LO], c[o + PART_HI] = part_lo, i64(ptx.load_order_32(record + ORDER_PART_HI))
+        c[o + SLOT], c[o + PART] = slot_lo, part_lo
+        c[o + EXTRA] = ptx.load_order(record + ORDER_MAP)
         if kind < STATE_KIND:
             most = min(word(context, layout.SLOTS), i64(sessions))
-            cursor[BYTES] = most * CHUNK_BYTES
-            cursor[BOX] = window_box(most, most_windows)
-            cursor[EXTRA] = ptx.load_order(record + ORDER_MAP)
+            c[o + BYTES] = most * CHUNK_BYTES
+            c[o + BOX] = window_box(most, most_windows)
         elif kind == STATE_KIND:
-            cursor[BYTES] = parameter(record, 3) * 4 + 1024 + 16
+            c[o + BYTES] = parameter(record, 3) * 4 + 1024 + 16
         else:
-            cursor[BYTES] = 2 * parameter(record, 1) * parameter(record, 2) * CACHE_ROWS * 2
-            cursor[EXTRA] = ptx.load_order(record + ORDER_MAP)
-        begin_unit(context, cursor)
-        settle(context, cursor)
+            c[o + BYTES] = 2 * parameter(record, 1) * parameter(record, 2) * CACHE_ROWS * 2
 
     @device
-    def tap_bytes(cursor):
-        """Bytes of one tap of the part's channels."""
-        inner, channels = parameter(cursor[RECORD], 3), parameter(cursor[RECORD], 4)
-        first = max(cursor[ROW] - inner, i64(0))
-        return i32(4 * (min(cursor[ROW] + (cursor[STEP] >> 7) - inner, channels) - first))
+    def next_unit(c, o):
+        """On to the unit after this one; true where the entry has none."""
+        c[o + PART] += 1
+        if c[o + PART] < c[o + PART_HI] and c[o + KIND] != STATE_KIND:
+            return False
+        c[o + PART] = c[o + PART_LO]
+        c[o + SLOT] += 1
+        return c[o + SLOT] >= c[o + SLOT_HI] or c[o + KIND] < STATE_KIND
 
-    @outlined
-    def copy_window(cursor, place, full):
+    @device
+    def advance(context, c, o):
+        """The cursor to the next unit, or to the next entry's header; the unit may have no items."""
+        ended = False
+        if c[o + OPEN] == 0:
+            open_entry(context, c, o)
+        else:
+            ended = next_unit(c, o)
+        c[o + AT], c[o + END] = 0, 0
+        if ended:
+            c[o + ENTRY] += 1
+            read_header(context, c, o)
+            return
+        record, slot, part, kind = c[o + RECORD], c[o + SLOT], c[o + PART], c[o + KIND]
+        if kind < STATE_KIND:
+            first, groups, start, chunks, _ = part_range(kind, record, part)
+            c[o + AT], c[o + CHUNKS] = i64(start), i64(start + chunks)
+            # After the chunks, the convolution's windows of the part's rows.
+            windows = window_items(kind, record, first, groups, c[o + SLOT_HI] - c[o + SLOT_LO], c[o + BOX])
+            c[o + END], c[o + ROW] = c[o + CHUNKS] + windows, i64(first) * 8
+            c[o + STEP] = i64(groups) * 1024
+            c[o + SOURCE] = tile_address(kind, record, first, groups, start)
+        elif is_live(word(context, layout.ACTIVE), slot):
+            if kind == STATE_KIND:
+                c[o + AT], c[o + END] = c[o + PART_LO], c[o + PART_HI]
+                c[o + STEP] = parameter(record, 3) * STATE_ROW
+                c[o + SOURCE] = address(record, 0, 1, slot) + c[o + AT] * c[o + STEP]
+            else:
+                first, end, _ = cache_range(record, slot, part)
+                c[o + AT], c[o + END] = first, end
+
+    @device
+    def tap_bytes(c, o):
+        """Bytes of one tap of the part's channels."""
+        inner, channels = parameter(c[o + RECORD], 3), parameter(c[o + RECORD], 4)
+        first = max(c[o + ROW] - inner, i64(0))
+        return i32(4 * (min(c[o + ROW] + (c[o + STEP] >> 7) - inner, channels) - first))
+
+    @device
+    def copy_window(c, o, place, full):
         """The convolution's older rows of some sessions, and the taps of the part's channels."""
-        record = cursor[RECORD]
+        record = c[o + RECORD]
         inner, channels = parameter(record, 3), parameter(record, 4)
-        box = i32(cursor[BOX])
-        window = i32(cursor[AT] - cursor[CHUNKS])
+        box = i32(c[o + BOX])
+        window = i32(c[o + AT] - c[o + CHUNKS])
         ptx.tensor_load_3(
-            place, ptx.load_order(record + ORDER_WINDOW), i32(cursor[ROW] - inner), i32(0),
-            i32(i32(cursor[SLOT_LO]) + window * box), full,
+            place, ptx.load_order(record + ORDER_WINDOW), i32(c[o + ROW] - inner), i32(0),
+            i32(i32(c[o + SLOT_LO]) + window * box), full,
         )  # fmt: skip
-        size = tap_bytes(cursor)
-        first = max(cursor[ROW] - inner, i64(0))
+        size = tap_bytes(c, o)
+        first = max(c[o + ROW] - inner, i64(0))
         source = address(record, 0, 3, i64(0)) + 4 * first
-        target = i32(i32(place + box * i32(WINDOW_BYTES)) + i32(4 * (first - (cursor[ROW] - inner))))
+        target = i32(i32(place + box * i32(WINDOW_BYTES)) + i32(4 * (first - (c[o + ROW] - inner))))
         for tap in range(5):
             ptx.bulk_load(i32(target + i32(tap * 4 * TILE_ROWS)), source + 4 * channels * tap, size, full)
 
     @device
-    def copy_early(cursor, place, full, policy):
-        """Announce all bytes of the item, and copy those that wait for nothing."""
-        kind = cursor[KIND]
-        if kind < STATE_KIND:
-            if cursor[AT] < cursor[CHUNKS]:
-                ptx.mbarrier_expect(full, i32(cursor[STEP] + cursor[BYTES]))
-                ptx.bulk_load_hinted(place, cursor[SOURCE], i32(cursor[STEP]), full, policy)
-            else:
-                ptx.mbarrier_expect(full, i32(i32(cursor[BOX]) * i32(WINDOW_BYTES) + i32(5) * tap_bytes(cursor)))
-        elif kind == STATE_KIND:
-            ptx.mbarrier_expect(full, i32(cursor[STEP] + cursor[BYTES]))
-            ptx.bulk_load(place, cursor[SOURCE], i32(cursor[STEP]), full)
-        else:
-            ptx.mbarrier_expect(full, i32(cursor[BYTES]))
+    def copy_state_terms(c, o, place, full):
+        """B, C, the step's terms and x of one tile of state."""
+        record = c[o + RECORD]
+        heads, width, groups, rows = (
+            i32(parameter(record, 0)), i32(parameter(record, 1)), i32(parameter(record, 2)), i32(parameter(record, 3)),
+        )  # fmt: skip
+        inner = i32(heads * width)
+        first = i32(i32(c[o + AT]) * rows)
+        head = i32(first // width)
+        inputs = address(record, 0, 0, c[o + SLOT]) + 4 * i64(inner)
+        after = i32(place + i32(rows * i32(STATE_ROW)))
+        b = inputs + 4 * i64(inner + i32(128) * i32(head // i32(heads // groups)))
+        ptx.bulk_load(after, b, i32(512), full)
+        ptx.bulk_load(i32(after + i32(512)), b + i64(i32(512) * groups), i32(512), full)
+        terms = inputs + 4 * i64(i32(inner + i32(256) * groups) + i32(4) * head)
+        ptx.bulk_load(i32(after + i32(1024)), terms, i32(16), full)
+        ptx.bulk_load(i32(after + i32(1040)), inputs + 4 * i64(first), i32(i32(4) * rows), full)
 
     @device
-    def copy_late(cursor, place, full):
-        """Copy what the open wave's predecessors have written."""
-        kind, record = cursor[KIND], cursor[RECORD]
-        if kind < STATE_KIND:
-            if cursor[AT] < cursor[CHUNKS]:
-                ptx.tensor_load_2(
-                    i32(place + i32(tile_bytes)), cursor[EXTRA], i32(cursor[AT] * 64), i32(cursor[SLOT_LO]), full
-                )
-            else:
-                copy_window(cursor, place, full)
-        elif kind == STATE_KIND:
-            heads, width, groups, rows = (
-                i32(parameter(record, 0)), i32(parameter(record, 1)), i32(parameter(record, 2)),
-                i32(parameter(record, 3)),
+    def copy_cache(c, o, place, full):
+        """Eight rows of keys and values of all groups."""
+        record = c[o + RECORD]
+        box = i32(2 * parameter(record, 1) * CACHE_ROWS * 128)
+        for half in range(parameter(record, 2) // 64):
+            ptx.tensor_load_4(
+                i32(place + i32(half) * box), c[o + EXTRA], i32(half * 64), i32(c[o + AT] * CACHE_ROWS), i32(0),
+                i32(c[o + SLOT]), full,
             )  # fmt: skip
-            inner = i32(heads * width)
-            first = i32(i32(cursor[AT]) * rows)
-            head = i32(first // width)
-            group = i32(head // i32(heads // groups))
-            inputs = address(record, 0, 0, cursor[SLOT]) + 4 * i64(inner)
-            after = i32(place + i32(rows * i32(STATE_ROW)))
-            b = inputs + 4 * i64(inner + i32(128) * group)
-            ptx.bulk_load(after, b, i32(512), full)
-            ptx.bulk_load(i32(after + i32(512)), b + i64(i32(512) * groups), i32(512), full)
-            terms = inputs + 4 * i64(i32(inner + i32(256) * groups) + i32(4) * head)
-            ptx.bulk_load(i32(after + i32(1024)), terms, i32(16), full)
-            ptx.bulk_load(i32(after + i32(1040)), inputs + 4 * i64(first), i32(i32(4) * rows), full)
-        else:
-            halves = parameter(record, 2) // 64
-            box = i32(2 * parameter(record, 1) * CACHE_ROWS * 128)
-            for half in range(halves):
-                ptx.tensor_load_4(
-                    i32(place + i32(half) * box), cursor[EXTRA], i32(half * 64), i32(cursor[AT] * CACHE_ROWS), i32(0),
-                    i32(cursor[SLOT]), full,
-                )  # fmt: skip
 
     @device
-    def next_item(cursor):
-        cursor[AT] += 1
-        cursor[SOURCE] += cursor[STEP]
-        cursor[ITEM] += 1
-        cursor[STAGE] += 1
-        if cursor[STAGE] == stages:
-            cursor[STAGE] = 0
-            cursor[PHASE] ^= 1
-
-    @device
-    def stage_of(cursor, base):
-        """The item's place, the barrier that counts its bytes, and the one that says that the stage is free."""
-        stage = i32(cursor[STAGE])
+    def copy_item(c, o, base, early, late, policy):
+        """One item: announce all its bytes and copy those that wait for nothing; copy what the wave before has written."""
+        stage, kind = i32(c[o + STAGE]), c[o + KIND]
+        full = i32(base + i32(FULL) + stage * i32(8))
         place = i32(base + i32(RING) + stage * i32(stage_bytes))
-        return place, i32(base + i32(FULL) + stage * i32(8)), i32(i32(EMPTY) + stage * i32(8))
+        chunk = kind < STATE_KIND and c[o + AT] < c[o + CHUNKS]
+        if early:
+            size = i32(c[o + BYTES])
+            if chunk or kind == STATE_KIND:
+                size = i32(size + i32(c[o + STEP]))
+            elif kind < STATE_KIND:
+                size = i32(i32(c[o + BOX]) * i32(WINDOW_BYTES) + i32(5) * tap_bytes(c, o))
+            ptx.mbarrier_expect(full, size)
+            if chunk:
+                ptx.bulk_load_hinted(place, c[o + SOURCE], i32(c[o + STEP]), full, policy)
+            elif kind == STATE_KIND:
+                ptx.bulk_load(place, c[o + SOURCE], i32(c[o + STEP]), full)
+        if late:
+            if chunk:
+                at = i32(c[o + AT] * 64)
+                ptx.tensor_load_2(i32(place + i32(tile_bytes)), c[o + EXTRA], at, i32(c[o + SLOT_LO]), full)
+            elif kind < STATE_KIND:
+                copy_window(c, o, place, full)
+            elif kind == STATE_KIND:
+                copy_state_terms(c, o, place, full)
+            else:
+                copy_cache(c, o, place, full)
+        c[o + AT] += 1
+        c[o + SOURCE] += c[o + STEP]
+        c[o + ITEM] += 1
+        c[o + STAGE] += 1
+        if c[o + STAGE] == stages:
+            c[o + STAGE] = 0
+            c[o + PHASE] ^= 1
 
     @device
-    def fill_ahead(context, early, late, wave, base, policy):
-        """Issue early bytes of waves to come while stages are free; `wave` is open.
-
-        1 when a stage that becomes free may be worth another look, 0 when there is nothing to issue before `wave` ends.
-        """
-        while early[AFTER] < wave:
-            if early[OPEN] == 0:
-                open_entry(context, early)
-                if late[OPEN] == 0 and late[ITEM] == early[ITEM]:
-                    # The late cursor waits for this entry: spare it the decoding once the wave is open.
-                    for i in range(CURSOR_WORDS):
-                        late[i] = early[i]
-                continue
-            place, full, empty = stage_of(early, base)
-            if ptx.mbarrier_test(i32(base + empty), i32(early[PHASE] ^ 1)) == 0:
-                return i32(1)
-            copy_early(early, place, full, policy)
-            next_item(early)
-            settle(context, early)
-        return i32(0)
-
-    @device
-    def serve_chunks(cursor, base, policy):
+    def stream_chunks(c, o, base, policy):
         """The rest of a product's part but for windows. Nothing is read from memory here: it paces the stream."""
-        source, step, map_of = cursor[SOURCE], cursor[STEP], cursor[EXTRA]
-        size, column = i32(step), i32(cursor[AT] * 64)
-        both, session = i32(i32(step) + i32(cursor[BYTES])), i32(cursor[SLOT_LO])
-        count = i32(cursor[CHUNKS] - cursor[AT])
-        stage, phase = i32(cursor[STAGE]), i32(cursor[PHASE] ^ 1)
+        source, step, map_of = c[o + SOURCE], c[o + STEP], c[o + EXTRA]
+        size, column = i32(step), i32(c[o + AT] * 64)
+        both, session = i32(size + i32(c[o + BYTES])), i32(c[o + SLOT_LO])
+        count = i32(c[o + CHUNKS] - c[o + AT])
+        stage, phase = i32(c[o + STAGE]), i32(c[o + PHASE] ^ 1)
         for _ in range(count):
             await_stage(base, i32(i32(EMPTY) + stage * i32(8)), phase)
             full = i32(base + i32(FULL) + stage * i32(8))
@@ -307,15 +288,14 @@ def make_producer(shape: Shape, kind_of: Any, part_range: Any, tile_address: Any
             if stage == i32(stages):
                 stage = i32(0)
                 phase = i32(phase ^ i32(1))
-        cursor[AT] = cursor[CHUNKS]
-        cursor[SOURCE] = source
-        cursor[ITEM] += i64(count)
-        cursor[STAGE], cursor[PHASE] = i64(stage), i64(phase ^ i32(1))
+        c[o + AT] = c[o + CHUNKS]
+        c[o + ITEM] += i64(count)
+        c[o + STAGE], c[o + PHASE] = i64(stage), i64(phase ^ i32(1))
 
     @device
-    def serve_states(context, cursor, base):
+    def stream_states(context, c, o, base):
         """The rest of an entry of state: all its slots."""
-        record = cursor[RECORD]
+        record = c[o + RECORD]
         heads, width, groups, rows = (
             i32(parameter(record, 0)), i32(parameter(record, 1)), i32(parameter(record, 2)), i32(parameter(record, 3)),
         )  # fmt: skip
@@ -324,10 +304,10 @@ def make_producer(shape: Shape, kind_of: Any, part_range: Any, tile_address: Any
         state, state_step = address(record, 0, 1, i64(0)), stride(record, 1)
         active = word(context, layout.ACTIVE)
         size = i32(rows * i32(STATE_ROW))
-        both, own = i32(size + i32(cursor[BYTES])), i32(i32(4) * rows)
-        stage, phase, items = i32(cursor[STAGE]), i32(cursor[PHASE] ^ 1), i64(0)
-        slot, part = i32(cursor[SLOT]), i32(cursor[AT])
-        part_lo, part_hi, slot_hi = i32(cursor[PART_LO]), i32(cursor[PART_HI]), i32(cursor[SLOT_HI])
+        both, own = i32(size + i32(c[o + BYTES])), i32(i32(4) * rows)
+        stage, phase, items = i32(c[o + STAGE]), i32(c[o + PHASE] ^ 1), i64(0)
+        slot, part = i32(c[o + SLOT]), i32(c[o + AT])
+        part_lo, part_hi, slot_hi = i32(c[o + PART_LO]), i32(c[o + PART_HI]), i32(c[o + SLOT_HI])
         live = ptx.load_relaxed_gpu(active + 8 * i64(slot >> i32(6)))
         while slot < slot_hi:
             if (live >> i64(slot & i32(63))) & 1 != 0:
@@ -358,44 +338,71 @@ def make_producer(shape: Shape, kind_of: Any, part_range: Any, tile_address: Any
             slot = i32(slot + i32(1))
             if (slot & i32(63)) == 0 and slot < slot_hi:
                 live = ptx.load_relaxed_gpu(active + 8 * i64(slot >> i32(6)))
-        cursor[AT], cursor[SLOT] = cursor[END], i64(slot_hi - i32(1))
-        cursor[ITEM] += items
-        cursor[STAGE], cursor[PHASE] = i64(stage), i64(phase ^ i32(1))
+        c[o + AT], c[o + SLOT] = c[o + END], i64(slot_hi - i32(1))
+        c[o + ITEM] += items
+        c[o + STAGE], c[o + PHASE] = i64(stage), i64(phase ^ i32(1))
 
     @device
-    def serve_wave(context, early, late, wave, base, policy):
-        """All items of the wave that has opened: the late bytes of those that are under way, then the rest."""
-        while late[WAVE] == wave:
-            if late[OPEN] == 0:
-                open_entry(context, late)
-                continue
-            while late[ITEM] < early[ITEM] and late[AT] < late[END]:
-                place, full, _ = stage_of(late, base)
-                copy_late(late, place, full)
-                next_item(late)
-            if late[AT] < late[END]:
-                # Caught up: the rest goes out whole, and both cursors end behind it.
-                if late[KIND] == STATE_KIND:
-                    serve_states(context, late, base)
-                elif late[KIND] < STATE_KIND:
-                    serve_chunks(late, base, policy)
-                while late[AT] < late[END]:
-                    place, full, empty = stage_of(late, base)
-                    await_stage(base, empty, i32(late[PHASE] ^ 1))
-                    copy_early(late, place, full, policy)
-                    copy_late(late, place, full)
-                    next_item(late)
-                settle(context, late)
-                for i in range(CURSOR_WORDS):
-                    early[i] = late[i]
+    def stream_wave(context, c, wave, base, policy, counter, target, ran):
+        """All items of the wave that is open, then early bytes of waves to come, until all blocks have arrived at its end.
+
+        In between the orders of the next wave; `ran` counts the waves of all beats. Returns where there is nothing left to issue, or all have arrived.
+        """
+        looks, fetched = 0, False
+        while True:
+            turn = -1  # the cursor that is to move on
+            if c[LATE + WAVE] == wave:
+                if c[LATE + OPEN] == 0 or c[LATE + AT] >= c[LATE + END]:
+                    turn = LATE
+                else:
+                    caught_up = c[LATE + ITEM] == c[EARLY + ITEM]
+                    if caught_up and c[LATE + KIND] == STATE_KIND:
+                        stream_states(context, c, LATE, base)
+                    elif caught_up and c[LATE + KIND] < STATE_KIND and c[LATE + AT] < c[LATE + CHUNKS]:
+                        stream_chunks(c, LATE, base, policy)
+                    else:
+                        if caught_up:
+                            await_stage(
+                                base, i32(i32(EMPTY) + i32(c[LATE + STAGE]) * i32(8)), i32(c[LATE + PHASE] ^ 1)
+                            )  # fmt: skip
+                        copy_item(c, LATE, base, caught_up, True, policy)
+                    if caught_up:
+                        for i in range(CURSOR_WORDS):
+                            c[EARLY + i] = c[LATE + i]
+            elif not fetched:
+                fetched = True
+                if wave + 1 < word(context, layout.WAVES):
+                    fetch_orders(context, base, wave + 1, ran)
+            elif c[EARLY + AFTER] >= wave:
+                return
+            elif c[EARLY + OPEN] == 0 or c[EARLY + AT] >= c[EARLY + END]:
+                turn = EARLY
             else:
-                settle(context, late)
+                empty = i32(base + i32(EMPTY) + i32(c[EARLY + STAGE]) * i32(8))
+                if ptx.mbarrier_test(empty, i32(c[EARLY + PHASE] ^ 1)) != 0:
+                    copy_item(c, EARLY, base, True, False, policy)
+                else:
+                    # As long as this block's consumers work, an acquiring look at the counter would only empty the
+                    # first cache under them.
+                    looks += 1
+                    own = ptx.shared_load_32(i32(base + i32(WAITING))) == i32(target)
+                    if (own or looks > PATIENCE) and ptx.load_acquire_gpu(counter) >= target:
+                        return
+            if turn >= 0:
+                waits = c[LATE + OPEN] == 0 and c[LATE + ITEM] == c[EARLY + ITEM]
+                advance(context, c, turn)
+                if turn == EARLY and waits and c[LATE + ENTRY] == c[EARLY + ENTRY]:
+                    # The late cursor waits for this entry: spare it the decoding once the wave is open.
+                    for i in range(CURSOR_WORDS):
+                        c[LATE + i] = c[EARLY + i]
 
     @device
-    def start_beat(context, cursor, block):
-        """Back to the first entry; the count of items goes on."""
+    def start_beat(context, c, block):
+        """Both cursors at the block's first entry; the count of items goes on."""
         starts = word(context, layout.STREAM_STARTS) + 4 * block
-        cursor[ENTRY], cursor[LAST] = constant_32(starts), constant_32(starts + 4)
-        read_header(context, cursor)
+        c[EARLY + ENTRY], c[EARLY + LAST] = constant_32(starts), constant_32(starts + 4)
+        read_header(context, c, EARLY)
+        for i in range(CURSOR_WORDS):
+            c[LATE + i] = c[EARLY + i]
 
-    return start_beat, fill_ahead, serve_wave
+    return start_beat, stream_wave
