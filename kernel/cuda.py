@@ -29,13 +29,13 @@ from wpk.kernel.cubin import CAPABILITY, ENTRY, Cubin, build_cubin
 from wpk.kernel.driver import Device, Gpu, find_device
 from wpk.kernel.layout import BLOCK_THREADS, MAP_BYTES, SCRATCH_WORDS, THREADS, shape_of
 from wpk.kernel.plan import (
+    agenda_table,
     order_table,
     scratch_bytes,
     stream_table,
     task_table,
     tensor_maps,
     transfers,
-    warm_table,
 )
 from wpk.ops.memory import view_i32
 from wpk.ops.payload import Arena
@@ -202,14 +202,15 @@ class CudaKernel:
         self._addresses = np.array(addresses, np.int64)
         inputs, outputs = (transfers(program, direction) for direction in (Direction.INPUT, Direction.OUTPUT))
         words = len(self.control.active)
-        tasks, starts = task_table(program)
-        streams, stream_starts = stream_table(program, tasks)
+        tasks = task_table(program)
         encoded = np.zeros((2 * max(len(program.payloads), 1), MAP_BYTES), np.uint8)
         for item in tensor_maps(program, self._shape):
             base = addresses[item.arena] + item.offset
             place = 2 * item.payload + item.which
             encoded[place] = gpu.encode_map(base, item.sizes, item.strides, item.box, item.swizzled)
-        orders = order_table(program, tasks, addresses, gpu.place(encoded.tobytes()))
+        maps = gpu.place(encoded.tobytes())
+        orders = order_table(program, tasks, addresses, maps)
+        streams, stream_starts = stream_table(program, tasks, self._shape, addresses, maps)
         scratch = scratch_bytes(program, 4 * SCRATCH_WORDS)
         self._trace = gpu.allocate(8 * layout.STAMPS * program.waves * program.blocks) if self._traced else 0
         values = {
@@ -217,7 +218,7 @@ class CudaKernel:
             "watch": gpu.map(self._watch.ctypes.data, layout.WATCH_BYTES),
             "sync": gpu.allocate(layout.sync_bytes(program.blocks)),
             "orders": gpu.place(orders.tobytes()),
-            "starts": gpu.place(starts.tobytes()),
+            "agenda": gpu.place(agenda_table(program, tasks, addresses[Arena.WEIGHTS]).tobytes()),
             "state": addresses[Arena.STATE],
             "io": addresses[Arena.IO],
             "host_io": gpu.map(host_io.ctypes.data, host_io.nbytes),
@@ -238,7 +239,6 @@ class CudaKernel:
             "heartbeat_ns": int(heartbeat_s * 1e9),
             "streams": gpu.place(streams.tobytes()),
             "stream_starts": gpu.place(stream_starts.tobytes()),
-            "warm": gpu.place(warm_table(program, addresses[Arena.WEIGHTS]).tobytes()),
             "trace": self._trace,
         }
         return np.array([values[name] for name in layout.CONTEXT], np.int64)

@@ -26,7 +26,7 @@ CONTEXT = (
     "watch",
     "sync",
     "orders",  # a record for each task, sorted by block and wave: see below
-    "starts",  # i32 [blocks][waves + 1]: a block's first order of each wave, and its end
+    "agenda",  # i64 [blocks][waves][4]: first order, orders, and a piece of the wave's small weights: address, bytes
     "state",
     "io",
     "host_io",  # the same arena in host memory
@@ -45,15 +45,14 @@ CONTEXT = (
     "waves",
     "budget_ns",  # the longest wait within a beat
     "heartbeat_ns",  # the longest that the host may not stir
-    "streams",  # i32 [entries][4], block by block: a streamed order, its wave, the wave its early bytes wait for, and
-    "stream_starts",  # the next entry's order; i32 [blocks + 1]: a block's first entry
-    "warm",  # i64 [waves][2]: small weights that a wave reads, address and bytes; to be in L2 when it opens
+    "streams",  # i64 [entries][STREAM_WORDS], block by block: what the producer streams, see below
+    "stream_starts",  # i32 [blocks + 1]: a block's first entry
     "trace",  # i64 [waves][blocks][STAMPS]: moments of each wave of the last beat, ns; or 0
 )
 (
-    CONTROL_PAGE, WATCH, SYNC, ORDERS, STARTS, STATE, IO, HOST_IO, IMAGE, ACTIVE, RESET, INPUTS,
+    CONTROL_PAGE, WATCH, SYNC, ORDERS, AGENDA, STATE, IO, HOST_IO, IMAGE, ACTIVE, RESET, INPUTS,
     OUTPUTS, SCRATCH, SCRATCH_BYTES, INPUT_COUNT, OUTPUT_COUNT, SLOTS, MASK_WORDS, SLAB, WAVES, BUDGET_NS,
-    HEARTBEAT_NS, STREAMS, STREAM_STARTS, WARM, TRACE,
+    HEARTBEAT_NS, STREAMS, STREAM_STARTS, TRACE,
 ) = range(len(CONTEXT))  # fmt: skip
 
 # Sync page.
@@ -70,7 +69,30 @@ WATCH_BYTES = 2 * LINE
 
 TRANSFER_BYTES = 16  # a row of a table of transfers
 COPY_BYTES = 16  # moved at a time between host and device memory
-STREAM_BYTES, MAP_BYTES = 16, 128
+MAP_BYTES = 128
+AGENDA_BYTES = 32
+
+# An entry of the streams: a streamed task, or one part of a product, decoded as far as the program's bytes allow.
+STREAM_WORDS = 16
+STREAM_BYTES = 8 * STREAM_WORDS
+(
+    S_WAVE,  # that it belongs to
+    S_AFTER,  # the wave whose end its early bytes wait for; -1: none
+    S_KIND,
+    S_RECORD,  # index of its order
+    S_SLOT_LO,
+    S_SLOT_HI,
+    S_PART_LO,
+    S_PART_HI,
+    S_SOURCE,  # address of its first tile, or of slot 0's state
+    S_STEP,  # bytes from item to item
+    S_BYTES,  # late bytes of an item
+    S_MAP,  # address of the tensor map
+    S_AT,  # a product's first chunk,
+    S_CHUNKS,  # the end of its chunks,
+    S_WINDOWS,  # the items of windows after them,
+    S_ROW,  # and the first row
+) = range(STREAM_WORDS)
 
 # An order: a task with all that its body needs, so that nothing has to be looked up elsewhere.
 ORDER_BYTES = 256
@@ -91,6 +113,10 @@ def sync_bytes(blocks: int) -> int:
 # --- shared memory ------------------------------------------------------------------------------------------------
 PRODUCTS = ("tiled_matmul", "mamba2_projection", "qkv_projection", "argmax_projection")
 STREAMED = (*PRODUCTS, "mamba2_step", "attention_parts")  # operators whose operands go through the ring
+KINDS = {name: kind for kind, name in enumerate(STREAMED)}
+MATMUL, MAMBA2, QKV, ARGMAX, STATE_KIND, CACHE_KIND = range(6)
+STATE_ROW = 512  # bytes of a row of 128 f32
+CACHE_ROWS = 8  # rows of a cache in a stage
 SHARED_LIMIT = 227 * 1024  # bytes that a block may have on compute capability 9.0
 TILE_ROWS = 176  # rows of a weight in a stage, at most: 22 groups of 8
 CHUNK_BYTES = 128  # of a row in a stage: 64 columns of bf16

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from wpk.ir.errors import ProgramError
 from wpk.kernel.layout import (
+    CACHE_ROWS,
+    CHUNK_BYTES,
+    KINDS,
     MAP_BYTES,
     ORDER_ADDRESSES,
     ORDER_BYTES,
@@ -22,6 +25,24 @@ from wpk.kernel.layout import (
     ORDER_SLOT_LO,
     ORDER_WINDOW,
     PRODUCTS,
+    S_AFTER,
+    S_AT,
+    S_BYTES,
+    S_CHUNKS,
+    S_KIND,
+    S_MAP,
+    S_PART_HI,
+    S_PART_LO,
+    S_RECORD,
+    S_ROW,
+    S_SLOT_HI,
+    S_SLOT_LO,
+    S_SOURCE,
+    S_STEP,
+    S_WAVE,
+    S_WINDOWS,
+    STATE_ROW,
+    STREAM_WORDS,
     STREAMED,
     TILE_ROWS,
     Shape,
@@ -29,11 +50,12 @@ from wpk.kernel.layout import (
 from wpk.ops.attention import ATTENTION_ROWS
 from wpk.ops.operator import LIBRARY
 from wpk.ops.payload import ABSENT, ARENA_SHIFT, OFFSET_MASK, PAYLOAD, Arena
+from wpk.ops.tiles import GROUP, chunks_of
 from wpk.scheduler.program import Direction, Program
 
-CACHE_ROWS = 8  # of a stage; as in wpk.kernel.streamed.ring
 WEIGHTS_ONLY = -1  # early bytes that wait for no wave
 SMALL_WEIGHT = 1 << 20  # bytes of a weight that is read as a whole by every block, not streamed
+CHUNK_TILE = GROUP * CHUNK_BYTES  # bytes of a group of rows in a chunk
 BOX_COLUMNS = 64  # bf16 of a 128-byte row of a tensor map's box
 
 
@@ -57,12 +79,18 @@ def operator_names(program: Program) -> list[str]:
 
 
 # --- tasks --------------------------------------------------------------------------------------------------------
-def task_table(program: Program) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Tasks sorted by block and wave, and [blocks, waves + 1]: each block's first task of each wave, then its end."""
-    tasks = program.tasks[np.lexsort((program.tasks["wave"], program.tasks["block"]))]
-    keys = tasks["block"].astype(np.int64) * (program.waves + 1) + tasks["wave"]
-    wanted = np.arange(program.blocks)[:, None] * (program.waves + 1) + np.arange(program.waves + 1)[None, :]
-    return tasks, np.searchsorted(keys, wanted).astype(np.int32)
+def task_table(program: Program) -> NDArray[Any]:
+    """Tasks sorted by block and wave."""
+    return program.tasks[np.lexsort((program.tasks["wave"], program.tasks["block"]))]
+
+
+def product_shape(name: str, parameters: Sequence[int]) -> tuple[int, int, int, int]:
+    """Rows, columns, row shares and column shares of a product's weights, from its payload."""
+    if name == "qkv_projection":
+        depth, shares, heads, groups, width = parameters[:5]
+        return (heads + 2 * groups) * width, depth, shares, 1
+    n, k, shares, splits = parameters[:4]
+    return n, k, shares, max(1, splits) if name == "tiled_matmul" else 1
 
 
 def order_table(program: Program, tasks: NDArray[Any], arenas: Sequence[int], maps: int) -> NDArray[np.uint8]:
@@ -83,21 +111,107 @@ def order_table(program: Program, tasks: NDArray[Any], arenas: Sequence[int], ma
     return orders
 
 
-def stream_table(program: Program, tasks: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """For each block the streamed ones of its tasks: [entries, 4] (task, wave, wave before its early bytes, next task).
+def agenda_table(program: Program, tasks: NDArray[Any], weights: int) -> NDArray[np.int64]:
+    """[blocks, waves, 4]: a block's first order of each wave, how many, and its piece of what the wave is to find in L2.
 
-    The early bytes of an entry may be copied once the wave after that one is open.
+    Small weights would be evicted by the large ones that stream past; each block brings 1 / blocks of them.
     """
+    waves, blocks = max(program.waves, 1), program.blocks
+    keys = tasks["block"].astype(np.int64) * waves + tasks["wave"]
+    edges = np.searchsorted(keys, np.arange(blocks * waves + 1)).astype(np.int64)
+    table = np.zeros((blocks, waves, 4), np.int64)
+    table[:, :, 0], table[:, :, 1] = edges[:-1].reshape(blocks, waves), np.diff(edges).reshape(blocks, waves)
+    for wave, (address, size) in enumerate(warm_table(program, weights)):
+        piece = -(-(int(size) // blocks + 1) // 16) * 16
+        starts = np.minimum(np.arange(blocks) * piece, int(size))
+        table[:, wave, 2] = address + starts
+        table[:, wave, 3] = np.minimum(piece, int(size) - starts)
+    return table
+
+
+def stream_table(
+    program: Program, tasks: NDArray[Any], shape: Shape, arenas: Sequence[int], maps: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Each block's streamed tasks as `wpk.kernel.layout` lays them out, and its first entry. arenas, maps: addresses."""
     names = operator_names(program)
-    streamed = np.array([name in STREAMED for name in names], bool)
-    chosen = np.flatnonzero(streamed[tasks["payload"]]) if len(names) else np.zeros(0, np.int64)
-    rows = np.zeros((len(chosen), 4), np.int32)
-    rows[:, 0], rows[:, 1] = chosen, tasks["wave"][chosen]
     before = _early_waves(program, names)
-    rows[:-1, 3] = rows[1:, 0]
-    rows[:, 2] = [before[int(p)] for p in tasks["payload"][chosen]]
-    starts = np.searchsorted(tasks["block"][chosen], np.arange(program.blocks + 1)).astype(np.int32)
-    return rows, starts
+    rows: list[NDArray[np.int64]] = []
+    owners: list[NDArray[np.int64]] = []
+    order = np.arange(len(tasks))
+    for payload, name in enumerate(names):
+        if name not in STREAMED:
+            continue
+        mine = order[tasks["payload"] == payload]
+        some = _product_entries if name in PRODUCTS else _other_entries
+        entries = some(program, payload, name, tasks[mine], mine, shape, arenas)
+        entries[:, S_AFTER] = before[payload]
+        entries[:, S_MAP] = maps + MAP_BYTES * 2 * payload
+        rows.append(entries)
+        owners.append(tasks["block"][entries[:, S_RECORD]].astype(np.int64))
+    table = np.concatenate([np.zeros((0, STREAM_WORDS), np.int64), *rows])
+    blocks = np.concatenate([np.zeros(0, np.int64), *owners])
+    table = table[np.lexsort((table[:, S_PART_LO], table[:, S_RECORD], blocks))]
+    return table, np.searchsorted(np.sort(blocks), np.arange(program.blocks + 1)).astype(np.int32)
+
+
+def _entries(tasks: NDArray[Any], orders: NDArray[np.int64], kind: int) -> NDArray[np.int64]:
+    made = np.zeros((len(tasks), STREAM_WORDS), np.int64)
+    made[:, S_RECORD], made[:, S_KIND], made[:, S_WAVE] = orders, kind, tasks["wave"]
+    for word, name in ((S_SLOT_LO, "slot_lo"), (S_SLOT_HI, "slot_hi"), (S_PART_LO, "part_lo"), (S_PART_HI, "part_hi")):
+        made[:, word] = tasks[name]
+    return made
+
+
+def _place(program: Program, payload: int, operand: int, arenas: Sequence[int]) -> int:
+    """Address of slot 0's operand."""
+    reference = int(program.payloads[payload]["reference"][operand])
+    return arenas[reference >> ARENA_SHIFT] + (reference & OFFSET_MASK)
+
+
+def _product_entries(
+    program: Program, payload: int, name: str, tasks: NDArray[Any], orders: NDArray[np.int64], shape: Shape,
+    arenas: Sequence[int],
+) -> NDArray[np.int64]:  # fmt: skip
+    """An entry a part: which tiles it reads, and the windows of its rows."""
+    parts = (tasks["part_hi"] - tasks["part_lo"]).astype(np.int64)
+    which = np.repeat(np.arange(len(tasks)), parts)
+    made = _entries(tasks[which], orders[which], KINDS[name])
+    first_of = np.cumsum(parts) - parts
+    part = made[:, S_PART_LO] + np.arange(len(which)) - first_of[which]
+    made[:, S_PART_LO], made[:, S_PART_HI] = part, part + 1
+    n, k, shares, splits = product_shape(name, [int(v) for v in program.payloads[payload]["parameter"]])
+    groups, chunks = n // GROUP, chunks_of(k)
+    share, split = part // splits, part % splits
+    first, last = groups * share // shares, groups * (share + 1) // shares
+    start, stop = chunks * split // splits, chunks * (split + 1) // splits
+    made[:, S_STEP] = (last - first) * CHUNK_TILE
+    made[:, S_SOURCE] = _place(program, payload, 1, arenas) + CHUNK_TILE * (first * chunks + (last - first) * start)
+    made[:, S_AT], made[:, S_CHUNKS], made[:, S_ROW] = start, stop, GROUP * first
+    sessions = min(program.slots, shape.sessions)
+    made[:, S_BYTES] = sessions * CHUNK_BYTES
+    if name == "mamba2_projection":
+        inner, channels = (int(v) for v in program.payloads[payload]["parameter"][3:5])
+        box = window_sessions(program.slots, shape)
+        held = -(-(made[:, S_SLOT_HI] - made[:, S_SLOT_LO]) // box)
+        made[:, S_WINDOWS] = np.where((GROUP * last > inner) & (GROUP * first < inner + channels), held, 0)
+    return made
+
+
+def _other_entries(
+    program: Program, payload: int, name: str, tasks: NDArray[Any], orders: NDArray[np.int64], shape: Shape,
+    arenas: Sequence[int],
+) -> NDArray[np.int64]:  # fmt: skip
+    """An entry a task: tiles of state, or rows of a cache, of its slots."""
+    made = _entries(tasks, orders, KINDS[name])
+    values = [int(v) for v in program.payloads[payload]["parameter"]]
+    if name == "mamba2_step":
+        rows = values[3]
+        made[:, S_STEP], made[:, S_SOURCE] = rows * STATE_ROW, _place(program, payload, 1, arenas)
+        made[:, S_BYTES] = 4 * rows + 2 * STATE_ROW + 16  # x, B and C, the step's terms
+    else:
+        _, groups, width = values[:3]
+        made[:, S_BYTES] = 2 * groups * width * CACHE_ROWS * 2
+    return made
 
 
 def _early_waves(program: Program, names: Sequence[str]) -> dict[int, int]:

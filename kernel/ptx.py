@@ -142,6 +142,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
             "evict_last", "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "l", "", _PLACED,
             "the cache policy of what is read again soon",
         ),
+        ("prefetch_line", "prefetch.global.L2 [$0];", "", "l", _MEMORY, "the line of an address into L2"),
         ("prefetch_l2", "cp.async.bulk.prefetch.L2.global [$0], $1;", "", "lr", _MEMORY, "so many bytes into L2; 16-aligned"),
         # --- shared memory, by its 32-bit address
         ("shared_load", "ld.shared.f32 $0, [$1];", "f", "r", _MEMORY, "an f32"),

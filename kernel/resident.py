@@ -26,9 +26,11 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.control import CONTROL, END_NS, INPUT_EPOCH, OUTPUT_EPOCH, POISON, STALLED, START_NS
-from wpk.kernel.cuda_library import _view_i64, block_body, constant_32, device, shared_base, switch, word
+from wpk.kernel.cuda_library import _view_i64, block_body, device, shared_base, switch, word
 from wpk.kernel.layout import (
     ACTIVE,
+    AGENDA,
+    AGENDA_BYTES,
     ARRIVED,
     BUDGET_NS,
     BUFFER,
@@ -71,7 +73,6 @@ from wpk.kernel.layout import (
     STAMP,
     STAMPS,
     STARTED,
-    STARTS,
     STATE,
     STOPPED,
     SYNC,
@@ -79,7 +80,6 @@ from wpk.kernel.layout import (
     TRACE,
     TRANSFER_BYTES,
     WAITING,
-    WARM,
     WARPS,
     WATCH,
     WAVES,
@@ -210,28 +210,23 @@ def end_consumers(base):
 @device
 def fetch_orders(context, base, wave, ran):
     """The block's orders of a wave into the half of the buffer that is free; `ran` counts the waves of all beats."""
-    waves = word(context, WAVES)
-    row = word(context, STARTS) + 4 * ((waves + 1) * index_of_block() + wave)
-    first, last = constant_32(row), constant_32(row + 4)
+    row = word(context, AGENDA) + AGENDA_BYTES * (word(context, WAVES) * index_of_block() + wave)
+    first, many = ptx.load_constant(row), ptx.load_constant(row + 8)
+    warm, size = ptx.load_constant(row + 16), i32(ptx.load_constant(row + 24))
+    ptx.prefetch_line(row + AGENDA_BYTES)
     half = i32(ran & 1)
-    count = i32(last - first)
+    count = i32(many)
     ptx.shared_store_32(i32(base + i32(COUNTS) + half * i32(4)), count)
     ptx.shared_store_32(i32(base + i32(FIRSTS) + half * i32(4)), i32(first))
     barrier = i32(base + i32(FETCHED) + half * i32(8))
     # A half without orders completes its phase as well: consumers count waves.
-    size = i32(min(count, i32(KEPT_ORDERS)) * i32(ORDER_BYTES))
-    ptx.mbarrier_expect(barrier, size)
-    warm = word(context, WARM) + 16 * wave
-    address, left = ptx.load_constant(warm), i32(ptx.load_constant(warm + 8))
-    if left > 0:
-        # Each block brings its piece of the small weights into L2, past which the large ones flow.
-        piece = i32(i32(i32(left // i32(ptx.block_count())) + i32(16)) & i32(~15))
-        start = i32(i32(ptx.block_index()) * piece)
-        if start < left:
-            ptx.prefetch_l2(address + np.int64(start), i32(min(piece, i32(left - start))))
+    kept = i32(min(count, i32(KEPT_ORDERS)) * i32(ORDER_BYTES))
+    ptx.mbarrier_expect(barrier, kept)
     if count > 0:
         place = i32(base + i32(BUFFER) + half * i32(KEPT_ORDERS * ORDER_BYTES))
-        ptx.bulk_load(place, word(context, ORDERS) + ORDER_BYTES * first, size, barrier)
+        ptx.bulk_load(place, word(context, ORDERS) + ORDER_BYTES * first, kept, barrier)
+    if size > 0:
+        ptx.prefetch_l2(warm, size)  # small weights, past which the large ones flow
 
 
 # --- the consumers' side ------------------------------------------------------------------------------------------
@@ -438,16 +433,15 @@ def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
     return consumer
 
 
-def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
+def make_producer_loop(shape: Shape) -> Any:
     """What the producer thread of a block does."""
-    names = [name.partition("@")[0] for name in operators]
     streams = shape.stages > 0
-    start_beat, stream_wave = make_producer(shape, *bodies.producer_parts(names), fetch_orders)
+    start_beat, stream_wave = make_producer(shape, fetch_orders)
 
     @device
     def producer(context, base):
         block, blocks = index_of_block(), np.int64(ptx.block_count())
-        waves, counter = word(context, WAVES), word(context, SYNC) + COUNTER
+        waves = word(context, WAVES)
         target, seen, ran, work = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         # In shared memory: they are indexed, and local memory would be evicted by what streams past.
         cursors = cuda.shared.array(BOTH, types.int64)
@@ -469,7 +463,7 @@ def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
                 # Up to the barrier at the end of `wave`.
                 target += blocks
                 if streams and wave >= 0:
-                    stream_wave(context, cursors, wave, base, policy, counter, target, ran)
+                    stream_wave(context, cursors, wave, base, policy, target, ran)
                 look = block == 0 and wave % LOOK_AT_HOST == LOOK_AT_HOST - 1
                 idle = wave == START and block != 0
                 if await_blocks(context, target, max(wave, np.int64(0)), idle, look) != 0:
@@ -501,7 +495,7 @@ def make_producer_loop(operators: Sequence[str], shape: Shape) -> Any:
 
 def make_kernel(operators: Sequence[str], shape: Shape) -> Callable[..., None]:
     """The kernel specialised to a program's operator table; its one argument is the address of the context."""
-    consumer, producer = make_consumer(operators, shape), make_producer_loop(operators, shape)
+    consumer, producer = make_consumer(operators, shape), make_producer_loop(shape)
     stages = shape.stages
 
     def resident(context):

@@ -15,8 +15,8 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import address, device, is_live, parameter, parameter_f32  # noqa: F401
-from wpk.kernel.layout import EMPTY, FULL, RING, Shape
-from wpk.kernel.streamed.ring import CACHE_ROWS, await_stage, cache_range
+from wpk.kernel.layout import CACHE_ROWS, EMPTY, FULL, RING, Shape
+from wpk.kernel.streamed.ring import await_stage, cache_range
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 LOG2E = 1.4426950408889634

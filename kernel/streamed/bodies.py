@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from wpk.kernel.cuda_library import device, switch
-from wpk.kernel.layout import STREAMED, Shape
+from wpk.kernel.layout import CACHE_KIND, KINDS, STATE_KIND, STREAMED, Shape
 from wpk.kernel.streamed import attention, norms, product, state
-from wpk.kernel.streamed.ring import CACHE_KIND, STATE_KIND
 
-KINDS = {**product.KINDS, "mamba2_step": STATE_KIND, "attention_parts": CACHE_KIND}
 PLAIN = norms.BODIES  # not streamed, but written for a whole block
-assert set(KINDS) == set(STREAMED)
 
 
 def _kind_of(names: Sequence[str]) -> Any:
@@ -29,7 +26,7 @@ def make_consume(names: Sequence[str], shape: Shape) -> Any:
     """The device function that runs a task where its operator is streamed; the count of items after it."""
     kinds = frozenset(KINDS[name] for name in names if name in KINDS)
     kind_of = _kind_of(names)
-    products = frozenset(kinds & set(product.KINDS.values()))
+    products = frozenset(k for k in kinds if k < STATE_KIND)
     multiply = product.make_consume(shape, products) if products else None
     advance = state.make_consume(shape) if STATE_KIND in kinds else None
     attend = attention.make_consume(shape) if CACHE_KIND in kinds else None
@@ -48,9 +45,4 @@ def make_consume(names: Sequence[str], shape: Shape) -> Any:
     return device(space["consume"])
 
 
-def producer_parts(names: Sequence[str]) -> tuple[Any, Any, Any, Any]:
-    """What the producer must know of a program's operators: see `ring.make_producer`."""
-    return _kind_of(names), product.part_range, product.tile_address, product.window_items
-
-
-__all__ = ["KINDS", "PLAIN", "STREAMED", "make_consume", "producer_parts", "switch"]
+__all__ = ["KINDS", "PLAIN", "STREAMED", "make_consume", "switch"]

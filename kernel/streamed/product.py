@@ -17,10 +17,14 @@ from numba.cuda import types
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import activate_code, address, device, parameter, parameter_f32, present
 from wpk.kernel.layout import (
+    ARGMAX,
     CHUNK_BYTES,
     EMPTY,
     FACTORS,
     FULL,
+    MAMBA2,
+    MATMUL,
+    QKV,
     RING,
     STREAMED_OUT,
     STREAMING,
@@ -39,8 +43,6 @@ HALF = TILE_ROWS // 2
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 # A descriptor's constant part: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
 DESCRIPTOR = (1 << 62) | (64 << 32) | (1 << 16)
-MATMUL, MAMBA2, QKV, ARGMAX = range(4)
-KINDS = {"tiled_matmul": MATMUL, "mamba2_projection": MAMBA2, "qkv_projection": QKV, "argmax_projection": ARGMAX}
 BF16_OUT = 1
 TAP_PITCH = 4 * TILE_ROWS  # bytes between taps in a stage
 RELU2 = ACTIVATIONS["relu2"]
@@ -70,13 +72,6 @@ def part_range(kind, record, part):
     first, last = i32(i32(groups * share) // shares), i32(i32(groups * i32(share + i32(1))) // shares)
     start, stop = i32(i32(chunks * split) // splits), i32(i32(chunks * i32(split + i32(1))) // splits)
     return first, i32(last - first), start, i32(stop - start), split
-
-
-@device
-def tile_address(kind, record, first, groups, chunk):
-    """Where the tiles of a part start in global memory: of these groups, from this chunk on."""
-    _, chunks, _, _ = product_shape(kind, record)
-    return address(record, 0, 1, i64(0)) + 1024 * (i64(first) * i64(chunks) + i64(groups) * i64(chunk))
 
 
 @device

@@ -15,19 +15,34 @@ import numpy as np
 from wpk.kernel import layout, ptx
 from wpk.kernel.cuda_library import address, constant_32, device, is_live, parameter, stride, word
 from wpk.kernel.layout import (
+    CACHE_KIND,
+    CACHE_ROWS,
     CHUNK_BYTES,
     EMPTY,
     ENDED,
     FULL,
     ORDER_BYTES,
-    ORDER_MAP,
-    ORDER_PART_HI,
-    ORDER_PART_LO,
-    ORDER_SLOT_HI,
-    ORDER_SLOT_LO,
     ORDER_WINDOW,
     RING,
+    S_AFTER,
+    S_AT,
+    S_BYTES,
+    S_CHUNKS,
+    S_KIND,
+    S_MAP,
+    S_PART_HI,
+    S_PART_LO,
+    S_RECORD,
+    S_ROW,
+    S_SLOT_HI,
+    S_SLOT_LO,
+    S_SOURCE,
+    S_STEP,
+    S_WAVE,
+    S_WINDOWS,
     STAMP,
+    STATE_KIND,
+    STATE_ROW,
     STREAM_BYTES,
     TILE_ROWS,
     WAITING,
@@ -36,16 +51,13 @@ from wpk.kernel.layout import (
 )
 
 i32, i64 = np.int32, np.int64
-STATE_ROW = 512  # bytes of a row of 128 f32
-CACHE_ROWS = 8  # rows of a cache in a stage
-STATE_KIND, CACHE_KIND = 4, 5  # after the kinds of `product`
 # Words of a cursor. An entry has units (a part of a product, a slot of a state, a slot's part of a cache), a unit has
 # items AT to END, one a stage.
 (
     ENTRY, LAST, WAVE, AFTER, OPEN, KIND, RECORD, SLOT_LO, SLOT_HI, PART_LO, PART_HI, SLOT, PART, AT, END, SOURCE, STEP,
-    BYTES, EXTRA, ITEM, STAGE, PHASE, CHUNKS, ROW, BOX,
-) = range(25)  # fmt: skip
-CURSOR_WORDS = 25
+    BYTES, MAP, ITEM, STAGE, PHASE, CHUNKS, ROW,
+) = range(24)  # fmt: skip
+CURSOR_WORDS = 24
 EARLY, LATE = 0, CURSOR_WORDS  # where each cursor is in the array of both
 BOTH = 2 * CURSOR_WORDS
 NEVER = 1 << 30  # a wave after all
@@ -87,59 +99,46 @@ def window_box(sessions, most):
     return (sessions + boxes - 1) // boxes
 
 
-def make_producer(
-    shape: Shape, kind_of: Any, part_range: Any, tile_address: Any, window_items: Any, fetch_orders: Any
-) -> Any:
+def make_producer(shape: Shape, fetch_orders: Any) -> Any:
     """The device functions (start_beat, stream_wave).
 
-    kind_of: opcode -> kind of `product`, STATE_KIND or CACHE_KIND. part_range, tile_address, window_items: of a
-    product's part. fetch_orders: what brings the orders of a wave into shared memory. Every function below is called in one place alone: LLVM copies what it calls, and the kernel must fit the instruction cache.
+    fetch_orders: what brings the orders of a wave into shared memory. Every function below is called in one place
+    alone, as far as it can be: LLVM copies what it calls, and the kernel must fit the instruction cache.
     """
-    stages, stage_bytes, sessions = max(shape.stages, 1), shape.stage_bytes, shape.sessions
+    stages, stage_bytes = max(shape.stages, 1), shape.stage_bytes
     tile_bytes, most_windows = TILE_ROWS * CHUNK_BYTES, max(shape.window_sessions, 1)
 
     @device
     def read_header(context, c, o):
         """The wave of the cursor's entry and the wave whose end its early bytes wait for."""
-        c[o + OPEN] = 0
-        c[o + WAVE] = NEVER
-        c[o + AFTER] = NEVER
+        c[o + OPEN], c[o + WAVE], c[o + AFTER] = 0, NEVER, NEVER
         if c[o + ENTRY] < c[o + LAST]:
             row = word(context, layout.STREAMS) + STREAM_BYTES * c[o + ENTRY]
-            c[o + WAVE] = constant_32(row + 4)
-            c[o + AFTER] = constant_32(row + 8)
+            c[o + WAVE], c[o + AFTER] = ptx.load_constant(row + 8 * S_WAVE), ptx.load_constant(row + 8 * S_AFTER)
 
     @device
     def open_entry(context, c, o):
-        """Decode the entry that the header was read of, up to before its first unit."""
+        """The entry that the header was read of, and its first unit; all of it in one line of memory."""
         row = word(context, layout.STREAMS) + STREAM_BYTES * c[o + ENTRY]
-        orders = word(context, layout.ORDERS)
-        record = orders + ORDER_BYTES * constant_32(row)
-        ptx.prefetch_l2(orders + ORDER_BYTES * constant_32(row + 12), i32(ORDER_BYTES))
-        kind = i64(kind_of(i64(ptx.load_order_32(record)) & 0xFFFF))
-        c[o + RECORD], c[o + KIND], c[o + OPEN] = record, kind, 1
-        slot_lo, part_lo = (
-            i64(ptx.load_order_32(record + ORDER_SLOT_LO)),
-            i64(ptx.load_order_32(record + ORDER_PART_LO)),
-        )
-        c[o + SLOT_LO], c[o + SLOT_HI] = slot_lo, i64(ptx.load_order_32(record + ORDER_SLOT_HI))
-        c[o + PART_LO], c[o + PART_HI] = part_lo, i64(ptx.load_order_32(record + ORDER_PART_HI))
-        c[o + SLOT], c[o + PART] = slot_lo, part_lo
-        c[o + EXTRA] = ptx.load_order(record + ORDER_MAP)
-        if kind < STATE_KIND:
-            most = min(word(context, layout.SLOTS), i64(sessions))
-            c[o + BYTES] = most * CHUNK_BYTES
-            c[o + BOX] = window_box(most, most_windows)
-        elif kind == STATE_KIND:
-            c[o + BYTES] = parameter(record, 3) * 4 + 1024 + 16
-        else:
-            c[o + BYTES] = 2 * parameter(record, 1) * parameter(record, 2) * CACHE_ROWS * 2
+        ptx.prefetch_line(row + 2 * STREAM_BYTES)
+        record, kind = ptx.load_constant(row + 8 * S_RECORD), ptx.load_constant(row + 8 * S_KIND)
+        slot_lo, slot_hi = ptx.load_constant(row + 8 * S_SLOT_LO), ptx.load_constant(row + 8 * S_SLOT_HI)
+        part_lo, part_hi = ptx.load_constant(row + 8 * S_PART_LO), ptx.load_constant(row + 8 * S_PART_HI)
+        source, step = ptx.load_constant(row + 8 * S_SOURCE), ptx.load_constant(row + 8 * S_STEP)
+        size, map_of = ptx.load_constant(row + 8 * S_BYTES), ptx.load_constant(row + 8 * S_MAP)
+        at, chunks = ptx.load_constant(row + 8 * S_AT), ptx.load_constant(row + 8 * S_CHUNKS)
+        windows, first = ptx.load_constant(row + 8 * S_WINDOWS), ptx.load_constant(row + 8 * S_ROW)
+        c[o + OPEN], c[o + KIND], c[o + RECORD] = 1, kind, word(context, layout.ORDERS) + ORDER_BYTES * record
+        c[o + SLOT_LO], c[o + SLOT_HI], c[o + PART_LO], c[o + PART_HI] = slot_lo, slot_hi, part_lo, part_hi
+        c[o + SLOT], c[o + PART], c[o + SOURCE], c[o + STEP] = slot_lo, part_lo, source, step
+        c[o + BYTES], c[o + MAP], c[o + CHUNKS], c[o + ROW] = size, map_of, chunks, first
+        c[o + AT], c[o + END] = at, chunks + windows
 
     @device
     def next_unit(c, o):
         """On to the unit after this one; true where the entry has none."""
         c[o + PART] += 1
-        if c[o + PART] < c[o + PART_HI] and c[o + KIND] != STATE_KIND:
+        if c[o + PART] < c[o + PART_HI] and c[o + KIND] == CACHE_KIND:
             return False
         c[o + PART] = c[o + PART_LO]
         c[o + SLOT] += 1
@@ -153,28 +152,19 @@ def make_producer(
             open_entry(context, c, o)
         else:
             ended = next_unit(c, o)
-        c[o + AT], c[o + END] = 0, 0
         if ended:
             c[o + ENTRY] += 1
             read_header(context, c, o)
-            return
-        record, slot, part, kind = c[o + RECORD], c[o + SLOT], c[o + PART], c[o + KIND]
-        if kind < STATE_KIND:
-            first, groups, start, chunks, _ = part_range(kind, record, part)
-            c[o + AT], c[o + CHUNKS] = i64(start), i64(start + chunks)
-            # After the chunks, the convolution's windows of the part's rows.
-            windows = window_items(kind, record, first, groups, c[o + SLOT_HI] - c[o + SLOT_LO], c[o + BOX])
-            c[o + END], c[o + ROW] = c[o + CHUNKS] + windows, i64(first) * 8
-            c[o + STEP] = i64(groups) * 1024
-            c[o + SOURCE] = tile_address(kind, record, first, groups, start)
-        elif is_live(word(context, layout.ACTIVE), slot):
-            if kind == STATE_KIND:
-                c[o + AT], c[o + END] = c[o + PART_LO], c[o + PART_HI]
-                c[o + STEP] = parameter(record, 3) * STATE_ROW
-                c[o + SOURCE] = address(record, 0, 1, slot) + c[o + AT] * c[o + STEP]
-            else:
-                first, end, _ = cache_range(record, slot, part)
-                c[o + AT], c[o + END] = first, end
+        elif c[o + KIND] >= STATE_KIND:
+            record, slot = c[o + RECORD], c[o + SLOT]
+            c[o + AT], c[o + END] = 0, 0
+            if is_live(word(context, layout.ACTIVE), slot):
+                if c[o + KIND] == STATE_KIND:
+                    c[o + AT], c[o + END] = c[o + PART_LO], c[o + PART_HI]
+                    c[o + SOURCE] = address(record, 0, 1, slot) + c[o + AT] * c[o + STEP]
+                else:
+                    first, end, _ = cache_range(record, slot, c[o + PART])
+                    c[o + AT], c[o + END] = first, end
 
     @device
     def tap_bytes(c, o):
@@ -188,7 +178,7 @@ def make_producer(
         """The convolution's older rows of some sessions, and the taps of the part's channels."""
         record = c[o + RECORD]
         inner, channels = parameter(record, 3), parameter(record, 4)
-        box = i32(c[o + BOX])
+        box = i32(window_box(c[o + BYTES] // CHUNK_BYTES, most_windows))
         window = i32(c[o + AT] - c[o + CHUNKS])
         ptx.tensor_load_3(
             place, ptx.load_order(record + ORDER_WINDOW), i32(c[o + ROW] - inner), i32(0),
@@ -227,7 +217,7 @@ def make_producer(
         box = i32(2 * parameter(record, 1) * CACHE_ROWS * 128)
         for half in range(parameter(record, 2) // 64):
             ptx.tensor_load_4(
-                i32(place + i32(half) * box), c[o + EXTRA], i32(half * 64), i32(c[o + AT] * CACHE_ROWS), i32(0),
+                i32(place + i32(half) * box), c[o + MAP], i32(half * 64), i32(c[o + AT] * CACHE_ROWS), i32(0),
                 i32(c[o + SLOT]), full,
             )  # fmt: skip
 
@@ -243,7 +233,8 @@ def make_producer(
             if chunk or kind == STATE_KIND:
                 size = i32(size + i32(c[o + STEP]))
             elif kind < STATE_KIND:
-                size = i32(i32(c[o + BOX]) * i32(WINDOW_BYTES) + i32(5) * tap_bytes(c, o))
+                box = window_box(c[o + BYTES] // CHUNK_BYTES, most_windows)
+                size = i32(i32(box) * i32(WINDOW_BYTES) + i32(5) * tap_bytes(c, o))
             ptx.mbarrier_expect(full, size)
             if chunk:
                 ptx.bulk_load_hinted(place, c[o + SOURCE], i32(c[o + STEP]), full, policy)
@@ -252,7 +243,7 @@ def make_producer(
         if late:
             if chunk:
                 at = i32(c[o + AT] * 64)
-                ptx.tensor_load_2(i32(place + i32(tile_bytes)), c[o + EXTRA], at, i32(c[o + SLOT_LO]), full)
+                ptx.tensor_load_2(i32(place + i32(tile_bytes)), c[o + MAP], at, i32(c[o + SLOT_LO]), full)
             elif kind < STATE_KIND:
                 copy_window(c, o, place, full)
             elif kind == STATE_KIND:
@@ -270,7 +261,7 @@ def make_producer(
     @device
     def stream_chunks(c, o, base, policy):
         """The rest of a product's part but for windows. Nothing is read from memory here: it paces the stream."""
-        source, step, map_of = c[o + SOURCE], c[o + STEP], c[o + EXTRA]
+        source, step, map_of = c[o + SOURCE], c[o + STEP], c[o + MAP]
         size, column = i32(step), i32(c[o + AT] * 64)
         both, session = i32(size + i32(c[o + BYTES])), i32(c[o + SLOT_LO])
         count = i32(c[o + CHUNKS] - c[o + AT])
@@ -343,12 +334,13 @@ def make_producer(
         c[o + STAGE], c[o + PHASE] = i64(stage), i64(phase ^ i32(1))
 
     @device
-    def stream_wave(context, c, wave, base, policy, counter, target, ran):
-        """All items of the wave that is open, then early bytes of waves to come, until all blocks have arrived at its end.
+    def stream_wave(context, c, wave, base, policy, target, ran):
+        """All items of the wave that is open, then early bytes of waves to come while the block's consumers work.
 
-        In between the orders of the next wave; `ran` counts the waves of all beats. Returns where there is nothing left to issue, or all have arrived.
+        In between the orders of the next wave; `ran` counts the waves of all beats. Returns when there is nothing left
+        to issue before the next wave.
         """
-        looks, fetched = 0, False
+        looks, fetched, settled = 0, False, False
         while True:
             turn = -1  # the cursor that is to move on
             if c[LATE + WAVE] == wave:
@@ -381,12 +373,15 @@ def make_producer(
                 empty = i32(base + i32(EMPTY) + i32(c[EARLY + STAGE]) * i32(8))
                 if ptx.mbarrier_test(empty, i32(c[EARLY + PHASE] ^ 1)) != 0:
                     copy_item(c, EARLY, base, True, False, policy)
+                elif ptx.shared_load_32(i32(base + i32(WAITING))) == i32(target):
+                    # The block's consumers are done: they will free no more stages before the next wave.
+                    if settled:
+                        return
+                    settled = True
                 else:
-                    # As long as this block's consumers work, an acquiring look at the counter would only empty the
-                    # first cache under them.
+                    # As long as they work, a look at the counter would only empty the first cache under them.
                     looks += 1
-                    own = ptx.shared_load_32(i32(base + i32(WAITING))) == i32(target)
-                    if (own or looks > PATIENCE) and ptx.load_acquire_gpu(counter) >= target:
+                    if looks > PATIENCE:
                         return
             if turn >= 0:
                 waits = c[LATE + OPEN] == 0 and c[LATE + ITEM] == c[EARLY + ITEM]

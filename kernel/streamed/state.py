@@ -10,8 +10,8 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import address, device, parameter, stride
-from wpk.kernel.layout import EMPTY, FULL, RING, WARPS, Shape
-from wpk.kernel.streamed.ring import STATE_ROW, await_stage
+from wpk.kernel.layout import EMPTY, FULL, RING, STATE_ROW, WARPS, Shape
+from wpk.kernel.streamed.ring import await_stage
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 MOST_ROWS = 5  # of a warp: a part has at most 40 rows
