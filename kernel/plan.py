@@ -112,7 +112,7 @@ def order_table(program: Program, tasks: NDArray[Any], arenas: Sequence[int], ma
 
 
 def agenda_table(program: Program, tasks: NDArray[Any], weights: int) -> NDArray[np.int64]:
-    """[blocks, waves, 4]: a block's first order of each wave, how many, and its piece of what the wave is to find in L2.
+    """[blocks, waves, 4]: first order of each wave, how many, and the block's piece of what is to be in L2.
 
     Small weights would be evicted by the large ones that stream past; each block brings 1 / blocks of them.
     """
@@ -132,7 +132,7 @@ def agenda_table(program: Program, tasks: NDArray[Any], weights: int) -> NDArray
 def stream_table(
     program: Program, tasks: NDArray[Any], shape: Shape, arenas: Sequence[int], maps: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Each block's streamed tasks as `wpk.kernel.layout` lays them out, and its first entry. arenas, maps: addresses."""
+    """Each block's streamed tasks as `wpk.kernel.layout` has them, and its first entry. arenas, maps: addresses."""
     names = operator_names(program)
     before = _early_waves(program, names)
     rows: list[NDArray[np.int64]] = []

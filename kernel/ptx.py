@@ -61,7 +61,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         ("clock", "mov.u64 $0, %clock64;", "l", "", _MEMORY, "cycles of this multiprocessor"),
         ("nano_sleep", "nanosleep.u32 $0;", "", "r", _MEMORY, "give the scheduler up for about that many ns"),
         # --- within a block
-        ("block_barrier", "bar.sync 0;", "", "", _MEMORY, "all threads of the block meet, the producer's warp among them"),
+        ("block_barrier", "bar.sync 0;", "", "", _MEMORY, "all threads of the block meet, the producer's warp too"),
         (
             "barrier", f"bar.sync 1, {THREADS};", "", "", _MEMORY,
             "all consumer threads of the block meet; their writes are seen after it",
@@ -73,7 +73,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
             f"bar.red.or.pred q, 1, {THREADS}, p; selp.s32 $0, 1, 0, q; }}",
             "r", "r", _MEMORY, "`barrier` that tells every thread whether any brought a number other than 0",
         ),
-        ("shuffle_xor", "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "f", "fr", _PLACED, "of the lane whose index differs so"),
+        ("shuffle_xor", "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "f", "fr", _PLACED, "of the lane that differs so"),
         ("shuffle_xor_32", "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "r", "rr", _PLACED, "the same of an i32"),
         ("shuffle", "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "f", "fr", _PLACED, "of the lane of that index"),
         ("warp_barrier", "bar.warp.sync -1;", "", "", _MEMORY, "the lanes of a warp meet"),
@@ -100,8 +100,8 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         ("load_order", "ld.u64 $0, [$1];", "l", "l", _PURE, "an i64 of an order, in shared or global memory"),
         ("load_order_32", "ld.u32 $0, [$1];", "r", "l", _PURE, "an i32 of an order"),
         ("load_order_f32", "ld.f32 $0, [$1];", "f", "l", _PURE, "an f32 of an order"),
-        ("renewed", "mov.b64 $0, $1;", "l", "l", _PLACED, "the same address, of which LLVM knows nothing: for new content"),
-        ("renewed_32", "mov.b32 $0, $1;", "r", "r", _PLACED, "the same number, of which LLVM knows nothing: a loop stays one"),
+        ("renewed", "mov.b64 $0, $1;", "l", "l", _PLACED, "an address of which LLVM knows nothing: for new content"),
+        ("renewed_32", "mov.b32 $0, $1;", "r", "r", _PLACED, "a number of which LLVM knows nothing: a loop stays one"),
         (
             "generic_of_shared", "{ .reg .u64 t; cvt.u64.u32 t, $1; cvta.shared.u64 $0, t; }", "l", "r", _PURE,
             "the generic address of a shared one",
@@ -117,14 +117,14 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         ("load_l2_4", "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", _MEMORY, "four of them"),
         ("load_l2_32", "ld.global.cg.u32 $0, [$1];", "r", "l", _MEMORY, "an i32 that another block wrote"),
         ("load_l2_4x32", "ld.global.cg.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _MEMORY, "four of them"),
-        ("load_constant_4", "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", _PLACED, "four f32 never written"),
+        ("load_constant_4", "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", _PLACED, "four never written"),
         ("store_1", "st.global.f32 [$0], $1;", "", "lf", _MEMORY, "an f32"),
         ("store_2", "st.global.v2.f32 [$0], {$1, $2};", "", "lff", _MEMORY, "two f32"),
         ("store_4", "st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", _MEMORY, "four f32"),
         ("store_32", "st.global.u32 [$0], $1;", "", "lr", _MEMORY, "an i32"),
         ("store_2x32", "st.global.v2.u32 [$0], {$1, $2};", "", "lrr", _MEMORY, "two i32"),
         ("store_4x32", "st.global.v4.u32 [$0], {$1, $2, $3, $4};", "", "lrrrr", _MEMORY, "four i32"),
-        ("store_u16", "{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", "", "lr", _MEMORY, "the low 16 bits"),
+        ("store_u16", "{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", "", "lr", _MEMORY, "16 bits"),
         ("load_l2_u16", "{ .reg .b16 t; ld.global.cg.u16 t, [$1]; cvt.u32.u16 $0, t; }", "r", "l", _MEMORY, "16 bits"),
         (
             "store_4_kept", "st.global.L2::cache_hint.v4.f32 [$0], {$1, $2, $3, $4}, $5;", "", "lffffl", _MEMORY,
@@ -143,7 +143,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
             "the cache policy of what is read again soon",
         ),
         ("prefetch_line", "prefetch.global.L2 [$0];", "", "l", _MEMORY, "the line of an address into L2"),
-        ("prefetch_l2", "cp.async.bulk.prefetch.L2.global [$0], $1;", "", "lr", _MEMORY, "so many bytes into L2; 16-aligned"),
+        ("prefetch_l2", "cp.async.bulk.prefetch.L2.global [$0], $1;", "", "lr", _MEMORY, "bytes into L2; 16-aligned"),
         # --- shared memory, by its 32-bit address
         ("shared_load", "ld.shared.f32 $0, [$1];", "f", "r", _MEMORY, "an f32"),
         ("shared_load_4", "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", _MEMORY, "four f32"),
@@ -158,7 +158,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
             "mbarrier_expect", "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "", "rr", _MEMORY,
             "arrive, and make the phase wait for so many bytes",
         ),
-        ("mbarrier_arrive", "mbarrier.arrive.shared.b64 _, [$0];", "", "r", _MEMORY, "arrive; earlier accesses come first"),
+        ("mbarrier_arrive", "mbarrier.arrive.shared.b64 _, [$0];", "", "r", _MEMORY, "arrive; earlier accesses first"),
         (
             "mbarrier_try",
             "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }",
@@ -176,12 +176,14 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         ),
         (
             "bulk_load_hinted",
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], $4;",
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+            "[$0], [$1], $2, [$3], $4;",
             "", "rlrrl", _MEMORY, "the same with a cache policy",
         ),
         (
             "tensor_load_2",
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3}], [$4];",
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+            "[$0], [$1, {$2, $3}], [$4];",
             "", "rlrrr", _MEMORY, "the box of a tensor map at those coordinates; zeros outside the tensor",
         ),
         (
@@ -206,8 +208,8 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
             "four 8 x 8 tiles of 16-bit values, a row of 16 bytes a lane",
         ),
         (
-            "matrix_load_4_transposed", "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", "rrrr",
-            "r", _MEMORY, "the same, transposed",
+            "matrix_load_4_transposed", "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];",
+            "rrrr", "r", _MEMORY, "the same, transposed",
         ),
         (
             "multiply_16x8x16",

@@ -223,7 +223,7 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
 
     @device
     def copy_item(c, o, base, early, late, policy):
-        """One item: announce all its bytes and copy those that wait for nothing; copy what the wave before has written."""
+        """One item: announce its bytes and copy those that wait for nothing; copy what the wave before has written."""
         stage, kind = i32(c[o + STAGE]), c[o + KIND]
         full = i32(base + i32(FULL) + stage * i32(8))
         place = i32(base + i32(RING) + stage * i32(stage_bytes))
