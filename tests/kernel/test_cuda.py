@@ -27,7 +27,7 @@ from wpk.kernel.cubin import ENTRY, build_cubin
 from wpk.kernel.cuda import CudaKernel
 from wpk.kernel.driver import Gpu, find_device
 from wpk.kernel.layout import BLOCK_THREADS, SHARED_LIMIT
-from wpk.kernel.plan import scratch_bytes, task_table, transfers
+from wpk.kernel.plan import agenda_table, scratch_bytes, task_table, transfers
 from wpk.ops.payload import Arena
 from wpk.registry.load import open_weights
 from wpk.registry.loading import fill_arenas
@@ -45,12 +45,14 @@ def percentiles(nanoseconds: list[int]) -> str:
 # --- without a GPU ------------------------------------------------------------------------------------------------
 def test_a_block_finds_its_tasks_of_every_wave() -> None:
     program = compiled("small").program
-    tasks, starts = task_table(program)
-    assert starts.shape == (program.blocks, program.waves + 1)
+    tasks = task_table(program)
+    agenda = agenda_table(program, tasks, 0)
+    assert agenda.shape == (program.blocks, program.waves, 4)
     seen = 0
     for block in range(program.blocks):
         for wave in range(program.waves):
-            found = tasks[starts[block, wave] : starts[block, wave + 1]]
+            first, count = agenda[block, wave, :2]
+            found = tasks[first : first + count]
             assert (found["block"] == block).all() and (found["wave"] == wave).all()
             seen += len(found)
     assert seen == len(program.tasks)

@@ -11,10 +11,38 @@ import pytest
 
 from wpk.ir.errors import ProgramError
 from wpk.kernel import layout
-from wpk.kernel.layout import MAP_BYTES, ORDER_BYTES, Shape
+from wpk.kernel.layout import (
+    CACHE_KIND,
+    MAMBA2,
+    MAP_BYTES,
+    MATMUL,
+    ORDER_BYTES,
+    PRODUCTS,
+    QKV,
+    S_AFTER,
+    S_AT,
+    S_BYTES,
+    S_CHUNKS,
+    S_KIND,
+    S_MAP,
+    S_PART_HI,
+    S_PART_LO,
+    S_RECORD,
+    S_ROW,
+    S_SLOT_HI,
+    S_SLOT_LO,
+    S_SOURCE,
+    S_STEP,
+    S_WAVE,
+    S_WINDOWS,
+    STATE_KIND,
+    STREAM_WORDS,
+    Shape,
+)
 from wpk.kernel.plan import (
     WEIGHTS_ONLY,
     TensorMap,
+    agenda_table,
     order_table,
     stream_table,
     task_table,
@@ -22,6 +50,7 @@ from wpk.kernel.plan import (
     warm_table,
     window_sessions,
 )
+from wpk.kernel.tile_order import CHUNK, tile_offset, tiled_bytes
 from wpk.ops.payload import ABSENT, OPERANDS, PAYLOAD, Arena, Reference
 from wpk.scheduler.program import ARENA_OF, NONE, PORT, TASK, USE, VALUE, Program, Role
 
@@ -110,7 +139,7 @@ def hybrid(slots: int = SLOTS) -> Program:
         s.value(name, Role.TEMPORARY, size)
         for name, size in (
             ("x", 400), ("h", 200), ("squares", 4), ("mixed", 1600), ("y", 256), ("q", 256), ("sums", 2112), ("z", 256),
-            ("out", 400),
+            ("out", 384),
         )
     )  # fmt: skip
     for wave in (0, 6):
@@ -128,13 +157,13 @@ def hybrid(slots: int = SLOTS) -> Program:
         4, "attention_parts", [q, cache, position, sums], [2, 1, 64, 16, 2], (0, 0, every, 0, 1), (1, 0, every, 1, 2)
     )
     s.phase(5, "attention_merge", [sums, z], [2, 64, 2, 1])
-    s.phase(6, "tiled_matmul", [z, tiles, None, None, out], [100, 64, 2, 0], (0, 0, every, 0, 1), (1, 0, every, 1, 2))
+    s.phase(6, "tiled_matmul", [z, tiles, None, None, out], [96, 64, 2, 0], (0, 0, every, 0, 1), (1, 0, every, 1, 2))
     s.phase(7, "mamba2_step", [mixed, state, y, state], [8, 32, 1, 32], (0, 0, 2, 0, 8), (1, 2, every, 0, 8))
     return s.program()
 
 
 # Payloads in the order of `hybrid`.
-NORM, NORM_AGAIN, MAMBA, STEP, QKV, PARTS, MERGE, PRODUCT, STEP_AGAIN = range(9)
+NORM, NORM_AGAIN, MAMBA, STEP, HEADS, PARTS, MERGE, PRODUCT, STEP_AGAIN = range(9)
 
 
 def word(row: Any, at: int) -> int:
@@ -144,24 +173,33 @@ def word(row: Any, at: int) -> int:
 
 # --- tasks --------------------------------------------------------------------------------------------------------
 def test_tasks_are_sorted_by_block_and_then_by_wave() -> None:
-    tasks, starts = task_table(hybrid())
-    first = [NORM, MAMBA, QKV, PARTS, MERGE, NORM_AGAIN, PRODUCT, STEP_AGAIN]
-    second = [MAMBA, STEP, QKV, PARTS, PRODUCT, STEP_AGAIN]
+    tasks = task_table(hybrid())
+    first = [NORM, MAMBA, HEADS, PARTS, MERGE, NORM_AGAIN, PRODUCT, STEP_AGAIN]
+    second = [MAMBA, STEP, HEADS, PARTS, PRODUCT, STEP_AGAIN]
     assert tasks["payload"].tolist() == first + second
     assert tasks["block"].tolist() == [0] * len(first) + [1] * len(second)
-    #                           wave 0  1  2  3  4  5  6  7  end
-    assert starts.tolist() == [[0, 1, 2, 2, 3, 4, 5, 7, 8], [8, 8, 9, 10, 11, 12, 12, 13, 14]]
+
+
+def test_the_agenda_says_where_a_block_s_orders_of_a_wave_are() -> None:
+    program = hybrid()
+    agenda = agenda_table(program, task_table(program), BASES[Arena.WEIGHTS])
+    assert agenda[:, :, :2].tolist() == [
+        # wave 0, 1, ...: first order, orders
+        [[0, 1], [1, 1], [2, 0], [2, 1], [3, 1], [4, 1], [5, 2], [7, 1]],
+        [[8, 0], [8, 1], [9, 1], [10, 1], [11, 1], [12, 0], [12, 1], [13, 1]],
+    ]
 
 
 def test_a_block_without_tasks_has_none_in_any_wave() -> None:
     program = dataclasses.replace(hybrid(), blocks=4)
-    _, starts = task_table(program)
-    assert starts.shape == (4, 9) and (starts[2:] == 14).all()
+    agenda = agenda_table(program, task_table(program), BASES[Arena.WEIGHTS])
+    assert agenda.shape == (4, 8, 4)
+    assert (agenda[2:, :, 0] == 14).all() and not agenda[2:, :, 1].any()
 
 
 def test_an_order_holds_a_payload_the_addresses_that_it_means_and_a_task_s_ranges() -> None:
     program = hybrid()
-    tasks, _ = task_table(program)
+    tasks = task_table(program)
     orders = order_table(program, tasks, BASES, MAPS)
     assert orders.shape == (14, ORDER_BYTES) and orders.dtype == np.uint8
     for row, task in zip(orders, tasks, strict=True):
@@ -188,21 +226,85 @@ def test_an_order_holds_a_payload_the_addresses_that_it_means_and_a_task_s_range
     ]
     assert [r[7] for r in ranges] == [0, 2, 0, 8] and [r[13] for r in ranges] == [2, 4, 0, 8]  # both of STEP_AGAIN
     assert [r[8] for r in ranges] == [0, 4, 1, 2]  # MAMBA, block 1
-    assert word(orders[2], layout.ORDER_ADDRESSES + 16) == 0  # absent: the squares of QKV
+    assert word(orders[2], layout.ORDER_ADDRESSES + 16) == 0  # absent: the squares of HEADS
     assert not any(word(row, layout.ORDER_ADDRESSES + 48) for row in orders[[0, 3, 4, 5, 6, 7]])  # no seventh operand
 
 
 # --- what is streamed ---------------------------------------------------------------------------------------------
+def streamed(program: Program) -> tuple[Any, Any]:
+    return stream_table(program, task_table(program), Shape(64), BASES, MAPS)
+
+
 def test_a_block_streams_its_streamed_tasks_in_their_order() -> None:
-    program = hybrid()
-    streams, starts = stream_table(program, task_table(program)[0])
-    assert starts.tolist() == [0, 5, 11]
-    assert streams.tolist() == [
-        # order, its wave, the wave that its early bytes wait for, the next entry's order
-        [1, 1, WEIGHTS_ONLY, 2], [2, 3, WEIGHTS_ONLY, 3], [3, 4, 3, 6], [6, 6, WEIGHTS_ONLY, 7], [7, 7, 2, 8],
-        [8, 1, WEIGHTS_ONLY, 9], [9, 2, WEIGHTS_ONLY, 10], [10, 3, WEIGHTS_ONLY, 11], [11, 4, 3, 12],
-        [12, 6, WEIGHTS_ONLY, 13], [13, 7, 2, 0],
+    streams, starts = streamed(hybrid())
+    assert starts.tolist() == [0, 5, 11] and streams.shape == (11, STREAM_WORDS)
+    assert streams[:, [S_RECORD, S_KIND, S_WAVE, S_AFTER]].tolist() == [
+        # order, its kind, its wave, the wave that its early bytes wait for
+        [1, MAMBA2, 1, WEIGHTS_ONLY], [2, QKV, 3, WEIGHTS_ONLY], [3, CACHE_KIND, 4, 3], [6, MATMUL, 6, WEIGHTS_ONLY],
+        [7, STATE_KIND, 7, 2],
+        [8, MAMBA2, 1, WEIGHTS_ONLY], [9, STATE_KIND, 2, WEIGHTS_ONLY], [10, QKV, 3, WEIGHTS_ONLY],
+        [11, CACHE_KIND, 4, 3], [12, MATMUL, 6, WEIGHTS_ONLY], [13, STATE_KIND, 7, 2],
     ]  # fmt: skip
+    payloads = [MAMBA, HEADS, PARTS, PRODUCT, STEP_AGAIN, MAMBA, STEP, HEADS, PARTS, PRODUCT, STEP_AGAIN]
+    assert streams[:, S_MAP].tolist() == [MAPS + 2 * MAP_BYTES * payload for payload in payloads]
+    assert streams[:, [S_SLOT_LO, S_SLOT_HI, S_PART_LO, S_PART_HI]].tolist() == [
+        [0, 4, 0, 1], [0, 4, 0, 1], [0, 4, 0, 1], [0, 4, 0, 1], [0, 2, 0, 8],
+        [0, 4, 1, 2], [0, 4, 0, 8], [0, 4, 1, 2], [0, 4, 1, 2], [0, 4, 1, 2], [2, 4, 0, 8],
+    ]  # fmt: skip
+
+
+def test_an_entry_says_which_bytes_are_streamed() -> None:
+    streams, _ = streamed(hybrid())
+    tiles, state = BASES[Arena.WEIGHTS], BASES[Arena.STATE]
+    activations = 4 * 128  # a chunk's row of each of four sessions
+    step = 4 * 32 + 2 * 512 + 16  # x of 32 rows, B and C, the step's terms
+    cache = 2 * 64 * 8 * 2  # keys and values of 64 numbers, 8 rows
+    products = streams[:, [S_SOURCE, S_STEP, S_AT, S_CHUNKS, S_ROW, S_WINDOWS, S_BYTES]].tolist()
+    assert products[:5] == [
+        # first byte, bytes of a chunk, first chunk, end, first row, boxes of windows, late bytes of an item
+        [tiles, 22 * 1024, 0, 2, 0, 1, activations],
+        [tiles, 16 * 1024, 0, 1, 0, 0, activations],
+        [0, 0, 0, 0, 0, 0, cache],
+        [tiles, 6 * 1024, 0, 1, 0, 0, activations],
+        [state, 32 * 512, 0, 0, 0, 0, step],
+    ]
+    assert products[5:] == [
+        [tiles + 44 * 1024, 22 * 1024, 0, 2, 176, 1, activations],
+        [state, 32 * 512, 0, 0, 0, 0, step],
+        [tiles + 16 * 1024, 16 * 1024, 0, 1, 128, 0, activations],
+        [0, 0, 0, 0, 0, 0, cache],
+        [tiles + 6 * 1024, 6 * 1024, 0, 1, 48, 0, activations],
+        [state, 32 * 512, 0, 0, 0, 0, step],
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "qkv_projection"])
+@pytest.mark.parametrize(("n", "k", "shares", "splits"), [(352, 100, 2, 0), (360, 640, 5, 3), (8, 64, 1, 1)])
+def test_a_product_s_entries_are_its_tiles(name: str, n: int, k: int, shares: int, splits: int) -> None:
+    """Against the order of tiles, element by element: an entry a part, in the order of the parts, without gaps."""
+    ways = max(1, splits) if name == "tiled_matmul" else 1
+    parts = shares * ways
+    s = Sketch()
+    x, tiles, y = (
+        s.value(v, r, size)
+        for v, r, size in (
+            ("x", Role.TEMPORARY, 2 * k), ("w", Role.WEIGHT, tiled_bytes(n, k)), ("y", Role.TEMPORARY, 4 * n * ways)
+        )
+    )  # fmt: skip
+    ring = s.value("ring", Role.STATE, 6 * n)
+    parameters = [n, k, shares, *((8, n - 16, 8, 0) if name == "mamba2_projection" else (splits,))]
+    s.phase(0, name, [x, tiles, None, None, ring, y, ring], parameters, (0, 0, SLOTS, 0, parts))
+    streams, starts = streamed(s.program())
+    assert starts.tolist() == [0, parts, parts] and streams[:, S_PART_LO].tolist() == list(range(parts))
+    for entry in streams:
+        at = tile_offset(n, k, shares, ways, int(entry[S_ROW]), CHUNK * int(entry[S_AT]))
+        assert entry[S_SOURCE] == BASES[Arena.WEIGHTS] + at
+    sizes = (streams[:, S_CHUNKS] - streams[:, S_AT]) * streams[:, S_STEP]
+    assert (streams[:-1, S_SOURCE] + sizes[:-1] == streams[1:, S_SOURCE]).all() and sizes.sum() == tiled_bytes(n, k)
+    # Windows go with the parts that have rows of the convolution: all but the first 8 and the last 8.
+    last = streams[:, S_ROW] + streams[:, S_STEP] // 128
+    inside = (last > 8) & (streams[:, S_ROW] < n - 8) & (name == "mamba2_projection")
+    assert (streams[:, S_WINDOWS] == inside).all()
 
 
 def test_a_program_that_streams_nothing_has_no_entries() -> None:
@@ -213,8 +315,8 @@ def test_a_program_that_streams_nothing_has_no_entries() -> None:
     )
     s.phase(0, "rms_norm_terms", [x, norm, None, x, h, squares], [100, 0])
     program = s.program()
-    streams, starts = stream_table(program, task_table(program)[0])
-    assert streams.shape == (0, 4) and starts.tolist() == [0, 0, 0]
+    streams, starts = streamed(program)
+    assert streams.shape == (0, STREAM_WORDS) and starts.tolist() == [0, 0, 0]
     assert tensor_maps(program, Shape(0)) == []
 
 
@@ -227,6 +329,17 @@ def test_the_largest_small_weight_of_a_wave_is_warmed() -> None:
     assert warm_table(hybrid(), weights).tolist() == [norm, tiles, none, tiles, none, none, tiles, none]
 
 
+@pytest.mark.parametrize("blocks", [2, 5, 132])
+def test_every_block_warms_a_piece_and_all_of_them_the_whole(blocks: int) -> None:
+    program = dataclasses.replace(hybrid(), blocks=blocks)
+    agenda = agenda_table(program, task_table(program), BASES[Arena.WEIGHTS])
+    for wave, (address, size) in enumerate(warm_table(program, BASES[Arena.WEIGHTS]).tolist()):
+        pieces = agenda[:, wave, 2:]
+        assert (pieces[:-1].sum(1) == pieces[1:, 0]).all() or not size
+        assert (pieces[0, 0], pieces[-1].sum(), pieces[:, 1].sum()) == (address, address + size, size)
+        assert not (pieces[:, 1] % 16).any()
+
+
 # --- tensor maps ------------------------------------------------------------------------------------------------------
 def test_activations_caches_and_windows_have_maps() -> None:
     made = {(m.payload, m.which): m for m in tensor_maps(hybrid(), Shape(64))}
@@ -237,7 +350,7 @@ def test_activations_caches_and_windows_have_maps() -> None:
     assert made == {
         # x [slots, k] of a product: 64 columns of all slots
         (MAMBA, 0): TensorMap(MAMBA, 0, act, 4 * 448, (100, 4), (256,), (64, 4), True),
-        (QKV, 0): TensorMap(QKV, 0, act, y, (64, 4), (256,), (64, 4), True),
+        (HEADS, 0): TensorMap(HEADS, 0, act, y, (64, 4), (256,), (64, 4), True),
         (PRODUCT, 0): TensorMap(PRODUCT, 0, act, z, (64, 4), (256,), (64, 4), True),
         # ring [slots, 3, channels]: the channels of a part
         (MAMBA, 1): TensorMap(MAMBA, 1, state, ring, (320, 3, 4), (640, 1920), (176, 3, 4), False),
