@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wpk.ir.errors import CapacityError, KernelError, SessionError
+from wpk.ir.errors import CapacityError, KernelError, SessionError, TargetError, UsageError
 from wpk.kernel.control import set_bit
 from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cuda import CudaKernel
@@ -127,6 +127,30 @@ class Cohort:
         with self._lock:
             p50, p99 = np.percentile(self._durations, [50, 99]) if self._durations else (0.0, 0.0)
             return Stats(self._beats, self._late, float(p50), float(p99), self._max)
+
+    # --- looking in ---------------------------------------------------------------------------------------------
+    @property
+    def program(self) -> Program:
+        """What the kernel runs."""
+        return self._kernel.program
+
+    def trace(self) -> NDArray[np.int64]:
+        """When each block did what in the last beat with a session: [waves, blocks, moments], ns of the GPU's clock.
+
+        The moments are those of `wpk.kernel.layout`; `wpk.runtime.trace` draws them. Only for a cohort that was
+        loaded with trace=True.
+        """
+        with self._lock:
+            self._require_open()
+            if isinstance(self._kernel, CpuKernel):
+                raise TargetError("only GPU kernels record traces", wanted="a GPU target", found=self.profile.target)
+            found = self._kernel.trace()
+        if not len(found):
+            raise UsageError(
+                "this cohort records no trace", wanted="load(..., trace=True)", found="trace=False",
+                hint="Load it again with trace=True.",
+            )  # fmt: skip
+        return found
 
     # --- end ----------------------------------------------------------------------------------------------------
     def poison(self) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wpk.ir.errors import UsageError
+from wpk.ir.errors import TargetError, UsageError
 from wpk.ir.graph import Graph
 from wpk.kernel.arenas import DeviceArenas
 from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cuda import CudaKernel, require_fit
 from wpk.kernel.driver import Device, Gpu, find_device
+from wpk.kernel.neighbours import Notice, require_alone
 from wpk.kernel.packing import Packer, build_packing
 from wpk.registry.build import build, build_machine_code
 from wpk.registry.cohort import Cohort
@@ -30,6 +32,11 @@ from wpk.zoo.spec import ModelSpec
 Prepare = Callable[[Program, Bytes], None]
 
 
+def warn(text: str) -> None:
+    """What a user should know, as a Python warning."""
+    warnings.warn(text, RuntimeWarning, stacklevel=4)  # where `load` was called
+
+
 def load(
     model: str | ModelSpec,
     *,
@@ -40,13 +47,17 @@ def load(
     threads: int | None = None,
     where: Settings | None = None,
     prepare: Prepare | None = None,
+    trace: bool = False,
+    exclusive: bool = False,
+    notice: Notice = warn,
 ) -> Cohort:
     """Load a model for `capacity` sessions: build its profile if need be, fetch its weights, start its kernel.
 
     context: steps of history; None takes the spec's. target: "auto" takes what this machine has. weights: a file or
     folder instead of the spec's source. threads: CPU threads, the caller's included; None takes all processors.
-    prepare(program, image): may change the initial image of one slot's state before the kernel starts. The cohort is
-    a context manager.
+    prepare(program, image): may change the initial image of one slot's state before the kernel starts. trace: record
+    the moments of every beat (`Cohort.trace`; GPUs alone). exclusive: refuse a GPU that other processes use, too
+    (`TargetError`); else `notice` is told of them. The cohort is a context manager.
     """
     where = where or settings()
     if not isinstance(model, str | ModelSpec):
@@ -58,14 +69,20 @@ def load(
     built = build(spec, capacity=capacity, context=context, target=target, machine_code=False, where=where)
     chosen = find_target(built.manifest.target)
     device = find_device() if chosen.kind == "cuda" else None  # refuse before the weights are fetched
+    if trace and device is None:
+        raise TargetError(
+            "only GPU kernels record traces", wanted="a GPU target", found=chosen.name,
+            hint="Load it without a trace, or with target='h200' on a machine with that GPU.",
+        )  # fmt: skip
     profile = ProfileStore(where).read(built.manifest.id)
     if device is not None:  # before the weights as well: what may be refused, and what takes long
         require_fit(device, profile.program)
+        require_alone(device, exclusive=exclusive, notice=notice)
         build_machine_code(profile.manifest, chosen, where.kernels)
     tensors = open_weights(spec, weights, where)
     kernel: CpuKernel | CudaKernel
     if device is not None:
-        kernel = start_on_gpu(profile.program, profile.load, tensors, device, where.kernels, prepare)
+        kernel = start_on_gpu(profile.program, profile.load, tensors, device, where.kernels, prepare, trace=trace)
     else:
         arenas, image = fill_arenas(profile.program, profile.load, tensors)
         if prepare is not None:
