@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -12,10 +13,10 @@ from tests.scheduler.graphs import builder, graphs, lowered_beat
 from wpk.ir.errors import TargetError
 from wpk.ir.graph import Graph
 from wpk.ir.text import print_graph
-from wpk.ir.types import f32
+from wpk.ir.types import bf16, f32
 from wpk.scheduler.cost import phase_seconds
 from wpk.scheduler.phases import Lowered, Phase
-from wpk.scheduler.place import Task, place, predicted_seconds, split
+from wpk.scheduler.place import EVEN, Task, _runs, _sweep, place, predicted_seconds, split
 from wpk.scheduler.program import Role
 from wpk.scheduler.target import TARGETS, Target, find_target
 from wpk.scheduler.waves import assign_waves
@@ -76,21 +77,90 @@ def test_no_block_has_more_than_its_share_and_one_task(graph: Graph, slots: int,
         assert max(load.values()) <= 1.5 * (sum(sizes) / target.blocks + max(sizes))
 
 
-def test_a_phase_with_weights_is_cut_by_parts_and_any_other_by_sessions() -> None:
+def test_where_sessions_count_weights_are_cut_by_parts_and_anything_else_by_sessions() -> None:
+    lowered, target = weighty(n=16 * 132 * 2, k=1024), find_target("cpu")
+    tasks = placed(lowered, 200, target)
+    product, other = (p.index for p in lowered.phases)
+    assert lowered.phases[product].operator.name == "matmul" and target.cut == "slots"
+    assert rectangles(tasks, product) == [((0, 200), (33 * b, 33 * b + 33)) for b in range(8)]
+    assert rectangles(tasks, other) == [((25 * b, 25 * b + 25), (0, 17)) for b in range(8)]
+
+
+def test_where_sessions_count_a_product_of_few_rows_is_cut_by_them_too() -> None:
+    lowered, target = weighty(n=32, k=4096), find_target("cpu")
+    cuts = rectangles(placed(lowered, 1000, target), 0)
+    assert sorted(cuts) == [((250 * s, 250 * s + 250), (p, p + 1)) for s in range(4) for p in range(2)]
+
+
+def test_where_any_share_will_do_weights_are_cut_by_parts_and_small_phases_into_an_even_grid() -> None:
     lowered, target = weighty(n=16 * 132 * 2, k=1024), find_target("h200")
     tasks = placed(lowered, 200, target)
     product, other = (p.index for p in lowered.phases)
-    assert lowered.phases[product].operator.name == "matmul"
+    assert target.cut == "units"
     assert rectangles(tasks, product) == [((0, 200), (2 * b, 2 * b + 2)) for b in range(132)]
-    assert len(rectangles(tasks, other)) > 1
-    assert {parts for _, parts in rectangles(tasks, other)} == {(0, lowered.phases[other].parts)}
+    # 17 parts and 200 slots: 7 x 17 pieces of at most 29, where 132 pieces would be 25.8 on average.
+    areas = [(s[1] - s[0]) * (p[1] - p[0]) for s, p in rectangles(tasks, other)]
+    assert (len(areas), max(areas), sum(areas)) == (7 * 17, 29, 200 * 17)
 
 
-def test_a_product_of_few_rows_is_cut_by_sessions_too() -> None:
-    lowered, target = weighty(n=32, k=4096), find_target("h200")
-    cuts = rectangles(placed(lowered, 1000, target), 0)
-    assert {parts for _, parts in cuts} == {(0, 1), (1, 2)}
-    assert len(cuts) > 2 and {s for s, _ in cuts} == {s for s, parts in cuts if parts == (0, 1)}
+def test_a_product_of_more_sessions_than_a_body_takes_is_several_rectangles_on_the_same_blocks() -> None:
+    g = builder()
+    x, tiles = g.input("x", bf16(1024)), g.weight("w", bf16(132 * 8 * 1024))
+    g.output("y", g.op("tiled_matmul", x, tiles, n=132 * 8, k=1024, shares=132))
+    lowered = lowered_beat(g.build())
+    product = next(p for p in lowered.phases if p.operator.name == "tiled_matmul")
+    assert product.operator.task_slots == 128
+    tasks = [t for t in placed(lowered, 200, find_target("h200")) if t.phase == product.index]
+    assert len({t.block for t in tasks}) == 132
+    for block in range(132):
+        mine = [t for t in tasks if t.block == block]
+        assert [t.slots for t in mine] == [(0, 100), (100, 200)] and len({t.parts for t in mine}) == 1
+
+
+@pytest.mark.parametrize("slots", [7, 56, 112])
+def test_what_is_mostly_state_is_swept_slot_by_slot_by_all_blocks(slots: int) -> None:
+    g = builder()
+    heads, rows = 128, 80  # 256 parts of 40 rows
+    state = g.register("state", f32(heads, rows, 128))
+    y, following = g.op("mamba2_step", g.input("mixed", f32(2 * heads * rows + 256 + 4 * heads)), state)
+    g.update("state", following)
+    g.output("y", y)
+    lowered, target = lowered_beat(g.build()), find_target("h200")
+    step = next(p for p in lowered.phases if p.operator.name == "mamba2_step")
+    work: Counter[int] = Counter()
+    reached: dict[int, set[int]] = {}
+    for task in placed(lowered, slots, target):
+        if task.phase == step.index:
+            work[task.block] += (task.slots[1] - task.slots[0]) * (task.parts[1] - task.parts[0])  # type: ignore[assignment]
+            for slot in range(*task.slots):
+                reached.setdefault(slot, set()).add(task.block)
+    assert sum(work.values()) == slots * step.parts
+    assert max(work.values()) <= -(-slots * step.parts // target.blocks) * EVEN
+    if slots > 7:
+        assert all(len(blocks) == target.blocks for blocks in reached.values())
+
+
+@given(st.integers(1, 200), st.integers(1, 130), st.integers(1, 140))
+def test_a_sweep_covers_all_once_in_the_order_of_the_shares_and_is_even(parts: int, slots: int, shares: int) -> None:
+    made = _sweep(parts, slots, shares)
+    if not made:
+        return  # it would not have been even
+    assert len(made) == shares and all(1 <= len(share) <= 3 for share in made)
+    sizes = [sum((s[1] - s[0]) * (p[1] - p[0]) for s, p in share) for share in made]
+    assert sum(sizes) == slots * parts and max(sizes) <= -(-slots * parts // shares) * EVEN
+    for slot in {s for share in made for slots_of, _ in share for s in slots_of} - {slots}:
+        ranges = [p for share in made for s, p in share if s[0] <= slot < s[1]]  # of each share, neighbours in order
+        assert ranges[0][0] == 0 and ranges[-1][1] == parts
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 140))
+def test_runs_cover_all_once_and_differ_by_one_at_most(parts: int, slots: int, shares: int) -> None:
+    made = _runs(parts, slots, shares)
+    found = Counter((s, p) for share in made for rows, columns in share for s in range(*rows) for p in range(*columns))
+    assert found == Counter(itertools.product(range(slots), range(parts)))
+    sizes = [sum((s[1] - s[0]) * (p[1] - p[0]) for s, p in share) for share in made]
+    assert max(sizes) - min(sizes) <= 1 and all(len(share) <= 3 for share in made)
 
 
 @pytest.mark.parametrize("name", TARGETS)
