@@ -458,7 +458,7 @@ def make_producer_loop(shape: Shape) -> Any:
                 ptx.shared_store_32(i32(base + i32(SEEN)), i32(seen))
                 ptx.shared_store_32(i32(base + i32(SEEN + 4)), i32(seen >> 32))
             arrive_alone(context, target + blocks)
-            wave = START
+            wave = np.int64(START)
             while wave < waves:
                 # Up to the barrier at the end of `wave`.
                 target += blocks
