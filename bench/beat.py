@@ -29,8 +29,10 @@ from wpk.ir.errors import UsageError
 from wpk.ir.progress import Progress, silent
 from wpk.kernel.cpu import available_cpus
 from wpk.registry import Cohort, find_model, load
+from wpk.registry.load import warn
 from wpk.registry.settings import settings
 from wpk.registry.weights import WeightsStore
+from wpk.runtime.trace import trace_events, write_trace
 from wpk.scheduler.target import find_target
 from wpk.zoo.baselines import BASELINES, Baseline
 from wpk.zoo.spec import InputPort, ModelSpec
@@ -60,13 +62,17 @@ def bench_beat(
     commit: str | None = None,
     out: Path | None = None,
     report: Progress = silent,
+    trace: Path | None = None,
+    exclusive: bool = False,
+    notice: Callable[[str], None] = warn,
 ) -> tuple[dict[str, Any], Path]:
     """Measure a full cohort for `seconds`, and the baseline for as long; the record and the file that keeps it.
 
     beats: measure so many instead, each side in one go. warm_up: beats before them that don't count. at: steps of
     history with which sessions start (`wpk.bench.history`). threads: of a CPU's kernel and of the baseline, the
     caller's included; None takes all processors. baseline: a runtime that the zoo describes for this model, or None.
-    command: kept in the record; so is commit, where the code does not run from its checkout. An
+    command: kept in the record; so is commit, where the code does not run from its checkout. trace: where the last
+    beat's trace goes; recording takes time of every beat. exclusive, notice: as for `load`; what is noticed is kept. An
     attempt that fails is kept too, and its error raised.
     """
     if not 0 < seconds <= 3600:
@@ -92,13 +98,24 @@ def bench_beat(
     if at is not None:
         record["history"] = {"position": at, "computed": False}
         prepare = functools.partial(start_at, position=at)
+
+    def noticed(text: str) -> None:
+        record.setdefault("notices", []).append(text)
+        notice(text)
+
     try:
         begun = time.perf_counter()
-        with load(model, capacity=capacity, context=context, target=target, threads=threads, prepare=prepare) as cohort:
+        with load(
+            model, capacity=capacity, context=context, target=target, threads=threads, prepare=prepare,
+            trace=trace is not None, exclusive=exclusive, notice=noticed,
+        ) as cohort:  # fmt: skip
             record["load_s"] = time.perf_counter() - begun
             _measure(record, cohort, described, beats, threads, report)
             if find_target(cohort.profile.target).kind == "cuda":
                 record["gpus"] = gpus()  # while the kernel is resident: the clocks that it ran at
+            if trace is not None:
+                write_trace(trace, trace_events(cohort.program, cohort.trace(), model))
+                record["trace"] = str(trace)
         _compare(record)
     except BaseException as error:  # an interrupt too
         record["error"] = described_error(error)

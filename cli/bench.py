@@ -13,6 +13,7 @@ import typer
 
 from wpk.cli.output import Block, Fields, JsonFlag, Output, QuietFlag, Table
 from wpk.cli.profile import Context, Model, Target
+from wpk.cli.run import Exclusive, Trace
 from wpk.ir.errors import UsageError, WpkError
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
@@ -58,6 +59,8 @@ def beat(
     with_baseline: Annotated[
         bool, typer.Option("--with-baseline", help="Then the same step in PyTorch on the same machine.")
     ] = False,
+    trace: Trace = None,
+    exclusive: Exclusive = False,
     commit: Commit = None,
     out: Out = None,
     json: JsonFlag = False,
@@ -79,13 +82,17 @@ def beat(
         baseline = None
     if with_baseline:
         require_torch()
+    capacities = _capacities(cap, out)
+    if trace is not None and len(capacities) > 1:
+        raise UsageError("--trace for several capacities", wanted="one capacity", found=cap)
 
     def point(capacity: int) -> Point:
         with sink.progress() as report:
             record, path = bench_beat(
                 model, capacity=capacity, context=context, target=target, seconds=seconds, beats=beats,
                 warm_up=WARM_UP if warmup is None else warmup, at=at, threads=threads, baseline=baseline,
-                command=_command_line(), commit=commit, out=out, report=report,
+                command=_command_line(), commit=commit, out=out, report=report, trace=trace, exclusive=exclusive,
+                notice=sink.note,
             )  # fmt: skip
             if not with_baseline:
                 return record, [path], _told_beat(record)
@@ -101,7 +108,7 @@ def beat(
         both = _told_beat(record) | _told_forms(theirs) | {"ratio": f"{theirs['ratio']:.3g} of the best form's p50"}
         return record | {"torch": theirs | {"results": str(kept)}}, [path, kept], both
 
-    _measure(sink, model, _capacities(cap, out), point)
+    _measure(sink, model, capacities, point)
 
 
 @app.command("baseline")
@@ -190,6 +197,8 @@ def _told_beat(record: dict[str, Any]) -> dict[str, object]:
     }
     if "history" in record:
         shown["history"] = f"sessions start at step {record['history']['position']}"
+    if "trace" in record:
+        shown["trace"] = f"{record['trace']}; open it in https://ui.perfetto.dev. Beats took longer for it"
     if "baseline" in record:
         shown[record["baseline"]["runtime"]] = _times(record["baseline"]["beat_ms"])
         shown["ratio"] = f"{record['ratio']:.3g} of the baseline's p50"

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from wpk.runtime.play import Recording
     from wpk.zoo.spec import ModelSpec
 
+Trace = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="The last beat by block and wave, for Perfetto (GPU).")
+]
+Exclusive = Annotated[
+    bool, typer.Option("--exclusive", help="Refuse a GPU that other processes use; else they are noted.")
+]
+
 
 class RunCommand(TyperCommand):
     """Lets one `--wav` take several files: after MODEL, `--wav a b c` means `--wav a --wav b --wav c`."""
@@ -55,6 +62,8 @@ def run(
     weights: Annotated[
         Path | None, typer.Option("--weights", metavar="PATH", help="A file or folder instead of the model's source.")
     ] = None,
+    trace: Trace = None,
+    exclusive: Exclusive = False,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -62,6 +71,7 @@ def run(
     from wpk.registry import find_model, load
     from wpk.runtime.outputs import session_outputs
     from wpk.runtime.play import audio_input, check_capacity, play
+    from wpk.runtime.trace import trace_events, write_trace
 
     if not wav and not sample:
         refuse("there is nothing to run on", wanted="--wav FILE or --sample", found="neither")
@@ -75,13 +85,19 @@ def run(
         if weights is None:
             fetch(spec, report)
         report(f"loading {model}", 0, 0)
-        with load(model, capacity=capacity, context=context, target=target, weights=weights) as cohort:
+        with load(
+            model, capacity=capacity, context=context, target=target, weights=weights, trace=trace is not None,
+            exclusive=exclusive, notice=sink.note,
+        ) as cohort:  # fmt: skip
             playback = play(
                 cohort, recordings, realtime=realtime,
                 progress=lambda beat, beats: report(f"beat {beat} of {beats}", beat, beats),
             )  # fmt: skip
             profile = cohort.profile
+            events = [] if trace is None else trace_events(cohort.program, cohort.trace(), model)
     outputs = session_outputs(spec, playback.played, out)
+    if trace is not None:
+        write_trace(trace, events)
     sessions = [
         {
             "input": played.recording.name,
@@ -92,7 +108,7 @@ def run(
         }
         for played, info, found in zip(playback.played, infos, outputs, strict=True)
     ]
-    fields = {
+    fields: dict[str, Any] = {
         "model": model,
         "profile": profile.id,
         "capacity": capacity,
@@ -103,6 +119,8 @@ def run(
         "beat_ms": playback.beat_ms,
         "sessions": sessions,
     }
+    if trace is not None:
+        fields["trace"] = trace
     sink.result(fields, names=[profile.id], blocks=_blocks(fields))
 
 
@@ -150,5 +168,6 @@ def _blocks(fields: dict[str, Any]) -> list[Block]:
                 "beats": f"{fields['beats']} of {fields['period_ms']:g} ms, {fields['late']} late",
                 "beat": f"p50 {times['p50']:.3f}  p99 {times['p99']:.3f}  max {times['max']:.3f} ms",
             }
+            | ({"trace": f"{fields['trace']}; open it in https://ui.perfetto.dev"} if "trace" in fields else {})
         ),
     ]

@@ -17,7 +17,7 @@ from wpk.bench.machine import describe_machine, own_commit
 from wpk.bench.onnx import OnnxBaseline
 from wpk.bench.times import figures
 from wpk.ir.errors import CapacityError, KernelError, StoreError, UnknownModelError, UsageError, WeightsError
-from wpk.registry import catalog
+from wpk.registry import Cohort, catalog
 from wpk.zoo.baselines import BASELINES, Baseline, Feed, Network
 from wpk.zoo.sources import PathSource, PypiSource
 from wpk.zoo.spec import InputPort
@@ -194,6 +194,24 @@ def test_results_are_never_overwritten(tmp_path: Path, monkeypatch: pytest.Monke
         records.keep({"n": 2}, "x", file)
     assert json.loads(file.read_text()) == {"n": 1}
     assert records.keep({}, "x", tmp_path / "folder").parent == tmp_path / "folder"
+
+
+def test_a_trace_and_what_was_noticed_are_kept(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really, said = beat.load, []
+
+    def load(*words: Any, trace: bool, notice: Any, **options: Any) -> Cohort:
+        assert trace and options["exclusive"]
+        notice("somebody else is there")
+        return really(*words, **options)
+
+    monkeypatch.setattr(beat, "load", load)
+    monkeypatch.setattr(Cohort, "trace", lambda cohort: np.ones((cohort.program.waves, cohort.program.blocks, 4), int))
+    record, path = beat.bench_beat(
+        tiny, capacity=2, beats=3, trace=tmp_path / "t.json", exclusive=True, notice=said.append
+    )
+    assert said == record["notices"] == ["somebody else is there"]
+    assert json.loads(path.read_text())["trace"] == str(tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"][0]["args"] == {"name": "tiny"}
 
 
 def test_a_failed_attempt_is_kept(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ def test_out_is_a_folder_or_a_new_file(wpk: Wpk, tiny: str, tmp_path: Path) -> N
         (("--cap", 2, "--seconds", 0), 2),
         (("--cap", "2,two"), 2),
         (("--cap", "1,2", "--out", "one.json"), 2),
+        (("--cap", "1,2", "--trace", "t.json"), 2),
+        (("--cap", 2, "--trace", "t.json", "--target", "cpu"), 1),
         (("--cap", 2, "--threads", 0), 2),
         (("--cap", 2, "--beats", 0), 2),
         (("--cap", 2, "--warmup", -1), 2),

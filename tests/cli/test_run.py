@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ import soundfile
 from safetensors.numpy import save_file
 
 from tests.cli.harness import SPEC, Wav, Wpk, files
+from wpk import registry
 from wpk.cli.run import spread
+from wpk.kernel.layout import STAMPS
 from wpk.runtime import samples
 
 
@@ -90,6 +94,43 @@ def test_text_for_people_and_names_for_scripts(wpk: Wpk, tiny: str, wav: Wav) ->
     assert "8000 Hz resampled to 16000 Hz" in text
     assert "beats" in text
     assert wpk("run", tiny, "--wav", path, "-q").out.startswith("tiny-cap1-")
+
+
+# --- traces
+
+
+def test_a_trace_is_written_where_it_was_asked_for(
+    wpk: Wpk, tiny: str, wav: Wav, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    really = registry.load
+
+    def load(*words: Any, trace: bool, **options: Any) -> registry.Cohort:
+        asked.update(options, trace=trace)
+        return really(*words, **options)
+
+    def moments(cohort: registry.Cohort) -> np.ndarray:
+        waves, blocks = cohort.program.waves, cohort.program.blocks
+        return np.arange(1, 1 + waves * blocks * STAMPS, dtype=np.int64).reshape(waves, blocks, STAMPS)
+
+    monkeypatch.setattr(registry, "load", load)
+    monkeypatch.setattr(registry.Cohort, "trace", moments)
+    words = ("run", tiny, "--wav", wav("a.wav", 0.02), "--trace", "made/t.json")
+    found = wpk(*words, "--exclusive", "--json").json
+    assert (asked["trace"], asked["exclusive"], found["trace"]) == (True, True, "made/t.json")
+    events = json.loads((tmp_path / "made" / "t.json").read_text())["traceEvents"]
+    assert events[0]["args"] == {"name": "tiny"}
+    assert any(e["ph"] == "X" and "head" in e["name"] for e in events)
+    assert "ui.perfetto.dev" in wpk(*words).out
+
+
+def test_a_cpu_records_no_trace(wpk: Wpk, tiny: str, wav: Wav, tmp_path: Path) -> None:
+    words = ("run", tiny, "--wav", wav("a.wav", 0.02), "--target", "cpu")
+    said = wpk(*words, "--trace", "t.json", "--json")
+    assert (said.code, said.error["type"]) == (1, "TargetError")
+    assert said.error["message"] == "only GPU kernels record traces"
+    assert not (tmp_path / "t.json").exists()
+    assert wpk(*words, "--exclusive").code == 0
 
 
 # --- recordings
