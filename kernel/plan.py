@@ -217,7 +217,7 @@ def _other_entries(
 def _early_waves(program: Program, names: Sequence[str]) -> dict[int, int]:
     """Payload -> the last wave before its own that writes what it streams early."""
     wave_of = _waves(program)
-    writers = _accesses(program, written=True)
+    writers = _writers(program)
     found: dict[int, int] = {}
     for index, name in enumerate(names):
         if name in PRODUCTS:
@@ -235,15 +235,15 @@ def _waves(program: Program) -> dict[int, int]:
     return dict(zip(program.tasks["payload"].tolist(), program.tasks["wave"].tolist(), strict=True))
 
 
-def _accesses(program: Program, *, written: bool) -> dict[int, list[int]]:
-    """Value -> the waves that write (or read) it."""
-    waves, found = _waves(program), {}  # type: dict[int, int], dict[int, list[int]]
+def _writers(program: Program) -> dict[int, list[int]]:
+    """Value -> the waves that write it."""
+    waves = _waves(program)
+    found: dict[int, list[int]] = {}
     for index, (record, use) in enumerate(zip(program.payloads, program.uses, strict=True)):
         name, _, version = program.operators[int(record["opcode"])].partition("@")
         operands = int(record["operands"])
-        outputs = set(LIBRARY.get(name, int(version)).writes(operands))
-        for place in range(operands):
-            if int(record["reference"][place]) != ABSENT and (place in outputs) == written:
+        for place in LIBRARY.get(name, int(version)).writes(operands):
+            if int(record["reference"][place]) != ABSENT:
                 found.setdefault(int(use["value"][place]), []).append(waves[index])
     return found
 

@@ -439,3 +439,16 @@ def _stored_operand(v: Value, env: dict[int, Array]) -> Array:
 
 def _is_view(app: Application) -> bool:
     return app.op.view(*app.inputs) is not None
+
+
+def check_refused(name: str, sound: Sequence[int], wrong: Sequence[Sequence[int]]) -> None:
+    """With every operand there, these parameters are legal, and each of the wrong ones is not."""
+    cls = LIBRARY.get(name)
+    operands = len(cls.operands) + cls.result_count
+
+    def legal(words: Sequence[int]) -> str | None:
+        return cls.legal((*words, *[0] * (9 - len(words))), operands, [True] * operands)
+
+    assert legal(sound) is None
+    for words in wrong:
+        assert legal(words) is not None, words
