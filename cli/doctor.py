@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -23,7 +22,7 @@ from wpk.cli.output import JsonFlag, Output, QuietFlag, Table, size
 
 LEAST_PYTHON = (3, 11)
 LEAST_FREE = 1 << 30  # bytes; weights of the small models, profiles and kernels stay far below
-NVIDIA_SMI_TIMEOUT_S = 20.0
+GPU_FIELDS = "index,name,driver_version,memory.total,memory.free,mig.mode.current"
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,9 @@ def cpu() -> Iterator[Finding]:
 
 def gpu() -> Iterator[Finding]:
     """GPU."""
-    listed = nvidia_smi("--query-gpu=name,driver_version,memory.total,mig.mode.current", "--format=csv,noheader")
+    from wpk.kernel.neighbours import find_neighbours, nvidia_smi
+
+    listed = nvidia_smi(f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader")
     if isinstance(listed, str):
         mend = (
             "none is needed: models run on the CPU. For a GPU, use a machine with an NVIDIA H100 or H200 and its "
@@ -223,35 +224,35 @@ def gpu() -> Iterator[Finding]:
         )
         yield Finding("gpu", False, listed, mend, needed=False)
         return
-    for index, (name, driver, memory, mig) in enumerate(row[:4] for row in listed if len(row) >= 4):
+    rows = [[cell.strip() for cell in line.split(",")] for line in listed]
+    gpus = [row for row in rows if len(row) == len(GPU_FIELDS.split(","))]
+    for index, name, driver, memory, free, mig in gpus:
         partition = ", in MIG mode" if mig == "Enabled" else ""
-        yield Finding(f"gpu {index}", True, f"{name}, {memory}, driver {driver}{partition}", needed=False)
-    yield exclusive(nvidia_smi("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"))
+        detail = f"{name}, {memory} of which {free} free, driver {driver}{partition}"
+        yield Finding(f"gpu {index}", True, detail, needed=False)
+    for index, *_ in gpus:
+        found = find_neighbours(index)
+        name = "gpu is free" if len(gpus) == 1 else f"gpu {index} is free"
+        unknown = "install nvidia-ml-py, or run `nvidia-smi` and look for other processes"
+        mend = "a resident kernel wants the GPU for itself: stop these processes, or choose another GPU"
+        alone = found.unknown is None and not found.there
+        yield Finding(name, alone, str(found), mend if found.unknown is None else unknown, needed=False)
 
 
-def exclusive(apps: list[list[str]] | str) -> Finding:
-    """Whether the GPU is ours alone: a resident kernel needs all its blocks at once."""
-    if isinstance(apps, str):
-        return Finding("gpu is free", False, apps, "run `nvidia-smi` and look for other processes", needed=False)
-    others = [row for row in apps if row and row[0] != str(os.getpid())]
-    text = "; ".join(" ".join(row) for row in others) or "no other process"
-    mend = "a resident kernel wants the GPU for itself: stop these processes, or choose another GPU"
-    return Finding("gpu is free", not others, text, mend, needed=False)
+def gpu_kernels() -> Iterator[Finding]:
+    """GPU kernels."""
+    from wpk.kernel.cubin import find_ptxas, ptxas_version
+    from wpk.registry.settings import settings
 
-
-def nvidia_smi(*options: str) -> list[list[str]] | str:
-    """Rows of cells that the driver's tool prints, or why there are none."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "no NVIDIA driver: nvidia-smi is not there"
-    try:
-        done = subprocess.run([program, *options], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"nvidia-smi does not answer: {error}"
-    if done.returncode:
-        said = (done.stderr + done.stdout).strip().splitlines()
-        return f"nvidia-smi failed: {said[0] if said else f'exit code {done.returncode}'}"
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    install = requirements().get("numba-cuda", UNSAID).install
+    ptxas = find_ptxas()
+    release = ptxas_version().partition("release ")[2].partition(",")[0]
+    detail = "not installed; for the GPU kernel" if ptxas is None else f"{release or 'unknown release'} in {ptxas}"
+    yield Finding("ptxas", ptxas is not None, detail, install, needed=False)
+    folder = settings().kernels / "cuda"
+    sizes = [path.stat().st_size for path in folder.glob("*.cubin")] if folder.is_dir() else []
+    count = f"{len(sizes)} kernels, {size(sum(sizes))}" if sizes else "no kernels yet"
+    yield Finding("gpu kernels", True, f"{folder}: {count}", needed=False)
 
 
 # --- folders and network --------------------------------------------------------------------------------------------
@@ -299,4 +300,13 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-PROBES: tuple[Callable[[], Iterator[Finding]], ...] = (python, packages, numba_compiles, cpu, gpu, folders, offline)
+PROBES: tuple[Callable[[], Iterator[Finding]], ...] = (
+    python,
+    packages,
+    numba_compiles,
+    cpu,
+    gpu,
+    gpu_kernels,
+    folders,
+    offline,
+)

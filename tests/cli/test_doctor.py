@@ -15,6 +15,8 @@ from packaging.utils import canonicalize_name
 
 from tests.cli.harness import Wpk
 from wpk.cli import doctor
+from wpk.kernel import cubin, neighbours
+from wpk.kernel.neighbours import Neighbours, Process
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,19 +144,47 @@ def test_offline_is_said(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wpk("doctor").code == 0
 
 
-def test_a_gpu_is_described_with_who_else_uses_it(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def smi(*options: str) -> list[list[str]]:
-        if options[0].startswith("--query-gpu"):
-            return [["NVIDIA H200", "580.1", "143771 MiB", "Disabled"]]
-        return [["4242", "python", "1000 MiB"]]
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int, *found: Neighbours) -> None:
+    """As if the driver showed so many GPUs, and these neighbours on them."""
+    rows = [f"{index}, NVIDIA H200, 580.1, 143771 MiB, 143000 MiB, Disabled" for index in range(count)]
+    monkeypatch.setattr(neighbours, "nvidia_smi", lambda *options: rows)
+    monkeypatch.setattr(neighbours, "find_neighbours", lambda gpu: found[int(gpu)])
 
-    monkeypatch.setattr(doctor, "nvidia_smi", smi)
+
+def test_a_gpu_is_described_with_who_else_uses_it(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1, Neighbours((Process(4242, "python", 1000 << 20),)))
     said = wpk("doctor", "--json")
     assert said.code == 0
     by_name = {c["name"]: c for c in said.json["checks"]}
-    assert by_name["gpu 0"]["detail"] == "NVIDIA H200, 143771 MiB, driver 580.1"
+    assert by_name["gpu 0"]["detail"] == "NVIDIA H200, 143771 MiB of which 143000 MiB free, driver 580.1"
     assert by_name["gpu is free"]["ok"] is False
     assert "4242" in by_name["gpu is free"]["detail"]
+
+
+def test_every_gpu_is_looked_at(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 3, Neighbours(), Neighbours(unseen=8 << 30), Neighbours(unknown="no permission"))
+    by_name = {c["name"]: c for c in wpk("doctor", "--json").json["checks"]}
+    assert by_name["gpu 0 is free"]["ok"] is True
+    assert by_name["gpu 1 is free"]["detail"].startswith("8.0 GiB held by no process in sight")
+    assert by_name["gpu 2 is free"]["detail"] == "not known: no permission"
+    assert "nvidia-ml-py" in by_name["gpu 2 is free"]["mend"]
+
+
+def test_what_builds_gpu_kernels_and_where_they_are_kept(
+    wpk: Wpk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WPK_HOME", str(tmp_path / "own"))
+    assert check(wpk, "gpu kernels")["detail"].endswith("no kernels yet")
+    (tmp_path / "own" / "cache" / "kernels" / "cuda").mkdir(parents=True)
+    for name in ("a.cubin", "b.cubin", "b.json"):
+        (tmp_path / "own" / "cache" / "kernels" / "cuda" / name).write_bytes(bytes(1024))
+    assert check(wpk, "gpu kernels")["detail"].endswith("2 kernels, 2.0 KiB")
+    monkeypatch.setattr(cubin, "find_ptxas", lambda: "/cuda/bin/ptxas")
+    monkeypatch.setattr(cubin, "ptxas_version", lambda: "tools, release 13.0, V13.0.88\nBuild x")
+    assert check(wpk, "ptxas")["detail"] == "13.0 in /cuda/bin/ptxas"
+    monkeypatch.setattr(cubin, "find_ptxas", lambda: None)
+    found = check(wpk, "ptxas")
+    assert (found["ok"], found["needed"]) == (False, False) and "pip install" in found["mend"]
 
 
 def test_a_check_that_breaks_is_a_finding(wpk: Wpk, monkeypatch: pytest.MonkeyPatch) -> None:
