@@ -31,6 +31,7 @@ from wpk.kernel.layout import BLOCK_THREADS, MAP_BYTES, SCRATCH_WORDS, THREADS, 
 from wpk.kernel.plan import (
     agenda_table,
     order_table,
+    require_sizes,
     scratch_bytes,
     stream_table,
     task_table,
@@ -109,6 +110,7 @@ class CudaKernel:
     ) -> None:
         device = arenas.gpu.device if isinstance(arenas, DeviceArenas) else find_device(ordinal)
         require_fit(device, program)
+        require_sizes(program, shape_of(program.operators, program.slots))
         self.program, self.arenas, self.image, self.device = program, arenas, image, device
         self.cubin = cubin or build_cubin(program.operators, cache, program.slots)
         _, (self._exchange, pulse) = compile_kernel((), LOOPS, cache)

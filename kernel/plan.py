@@ -5,14 +5,14 @@ All of it follows from the program's bytes, so that a profile holds nothing that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wpk.ir.errors import ProgramError
+from wpk.ir.errors import ProgramError, TargetError
 from wpk.kernel.layout import (
     CACHE_ROWS,
     CHUNK_BYTES,
@@ -45,6 +45,7 @@ from wpk.kernel.layout import (
     STREAM_WORDS,
     STREAMED,
     TILE_ROWS,
+    WARPS,
     Shape,
 )
 from wpk.ops.attention import ATTENTION_ROWS
@@ -76,6 +77,41 @@ class TensorMap:
 def operator_names(program: Program) -> list[str]:
     """The operator of each payload, without its version."""
     return [program.operators[int(p["opcode"])].partition("@")[0] for p in program.payloads]
+
+
+# --- what the bodies for a GPU can take -------------------------------------------------------------------------------
+Rule = tuple[str, Callable[[Sequence[int]], bool]]
+# The checks of a program (`Operator.legal`) hold for every target; these are of registers and stages on a GPU.
+LIMITS: Mapping[str, tuple[Rule, ...]] = {
+    "attention_parts": (
+        ("at most 8 key heads", lambda p: p[1] <= WARPS),
+        ("at most 8 query heads a key head", lambda p: p[0] // max(p[1], 1) <= 8),
+        ("heads of 64 or 128", lambda p: p[2] in (64, 128)),
+    ),
+    "attention_merge": (("heads of at most 128", lambda p: p[1] <= 128),),
+    "gated_rms_norm": (("groups of at most 1280, in fours", lambda p: p[0] // p[1] <= 1280 and p[0] // p[1] % 4 == 0),),
+    "rms_norm_terms": (("rows in fours", lambda p: p[0] % 4 == 0),),
+}
+
+
+def require_sizes(program: Program, shape: Shape) -> None:
+    """Refuse a program whose sizes the GPU's bodies cannot take: `TargetError`."""
+    names = operator_names(program)
+    for name, record, label in zip(names, program.payloads, program.labels, strict=True):
+        values = [int(v) for v in record["parameter"]]
+        for wanted, holds in LIMITS.get(name, ()):
+            if not holds(values):
+                raise TargetError(
+                    f"{label}: {name} of these sizes does not run on a GPU", wanted=wanted, found=values,
+                    hint="Load the profile with target='cpu'.",
+                )  # fmt: skip
+    for task in program.tasks:
+        held = int(task["slot_hi"]) - int(task["slot_lo"])
+        if names[int(task["payload"])] in PRODUCTS and held > shape.sessions:
+            raise ProgramError(
+                f"{program.labels[int(task['payload'])]}: a task of a product",
+                wanted=f"at most {shape.sessions} slots", found=held, hint="Rebuild the profile.",
+            )  # fmt: skip
 
 
 # --- tasks --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wpk.ops.operator import Operator
 from wpk.scheduler.cost import phase_seconds
 from wpk.scheduler.phases import Lowered, Phase
 from wpk.scheduler.program import Role
@@ -72,7 +73,8 @@ def split(phase: Phase, slots: int, target: Target, weights: bool) -> list[list[
         by_part, by_slot = _by_slots(phase.parts, slots, wanted, weights)
         return [[r] for r in _grid(phase.parts, slots, by_part, max(by_slot, -(-slots // most)))]
     cost = phase.operator.cost(*phase.types)
-    if cost.weight_bytes > slots * (cost.activation_bytes + cost.state_bytes):
+    tiled = most < Operator.task_slots  # its body streams weights, however few
+    if tiled or cost.weight_bytes > slots * (cost.activation_bytes + cost.state_bytes):
         # Every block streams its own rows of the weight, once for each tile of sessions.
         tiles = -(-slots // most)
         return [[(s, p) for s in _cut(slots, tiles)] for p in _cut(phase.parts, min(phase.parts, wanted))]
