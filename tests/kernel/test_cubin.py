@@ -28,6 +28,7 @@ from wpk.kernel.layout import (
     shape_of,
     sync_bytes,
 )
+from wpk.kernel.plan import require_sizes
 from wpk.ops import LIBRARY
 from wpk.ops.operator import Operator
 from wpk.ops.requirements import Selection
@@ -107,6 +108,13 @@ def test_the_kernel_of_a_model_is_built_within_its_limits(model: str, slots: int
     assert made.build_s < MOST_SECONDS
     note = json.loads(made.path.with_suffix(".json").read_text())
     assert (note["operators"], note["sessions"]) == (list(operators), shape.sessions)
+
+
+@pytest.mark.parametrize("slots", [8, 112])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_sizes_of_a_model_are_those_that_a_gpu_takes(model: str, slots: int) -> None:
+    made = program(model, slots)
+    require_sizes(made, shape_of(made.operators, slots))
 
 
 @needs_compiler

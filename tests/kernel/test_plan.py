@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wpk.ir.errors import ProgramError
+from wpk.ir.errors import ProgramError, TargetError
 from wpk.kernel import layout
 from wpk.kernel.layout import (
     CACHE_KIND,
@@ -44,6 +44,7 @@ from wpk.kernel.plan import (
     TensorMap,
     agenda_table,
     order_table,
+    require_sizes,
     stream_table,
     task_table,
     tensor_maps,
@@ -169,6 +170,35 @@ NORM, NORM_AGAIN, MAMBA, STEP, HEADS, PARTS, MERGE, PRODUCT, STEP_AGAIN = range(
 def word(row: Any, at: int) -> int:
     """The 64-bit word of an order at a byte."""
     return int(row[at : at + 8].view(np.uint64)[0])
+
+
+# --- what the bodies for a GPU can take -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("payload", "parameters", "wanted"),
+    [
+        (PARTS, (18, 9, 64), "at most 8 key heads"),
+        (PARTS, (18, 2, 64), "at most 8 query heads a key head"),
+        (PARTS, (2, 1, 80), "heads of 64 or 128"),
+        (MERGE, (2, 256), "heads of at most 128"),
+        (NORM, (102,), "rows in fours"),
+    ],
+)
+def test_sizes_that_no_body_for_a_gpu_takes_are_refused(payload: int, parameters: tuple[int, ...], wanted: str) -> None:
+    program = hybrid()
+    require_sizes(program, Shape(64))
+    payloads = program.payloads.copy()
+    payloads["parameter"][payload, : len(parameters)] = parameters
+    with pytest.raises(TargetError, match=f"phase {payload}: .* does not run on a GPU") as refused:
+        require_sizes(dataclasses.replace(program, payloads=payloads), Shape(64))
+    assert refused.value.wanted == wanted and "cpu" in (refused.value.hint or "")
+
+
+def test_a_product_s_task_has_no_more_slots_than_a_tile() -> None:
+    require_sizes(hybrid(128), Shape(128))
+    for slots, shape in ((129, Shape(128)), (65, Shape(64))):
+        with pytest.raises(ProgramError, match="a task of a product") as refused:
+            require_sizes(hybrid(slots), shape)
+        assert refused.value.found == str(slots)
 
 
 # --- tasks --------------------------------------------------------------------------------------------------------

@@ -117,6 +117,14 @@ def test_a_product_of_more_sessions_than_a_body_takes_is_several_rectangles_on_t
         assert [t.slots for t in mine] == [(0, 100), (100, 200)] and len({t.parts for t in mine}) == 1
 
 
+def test_a_product_of_tiles_is_cut_by_its_parts_however_few_weights_there_are() -> None:
+    g = builder()
+    g.output("y", g.op("tiled_matmul", g.input("x", bf16(64)), g.weight("w", bf16(32 * 64)), n=32, k=64, shares=4))
+    tasks = placed(lowered_beat(g.build()), 112, find_target("h200"))
+    assert {slots for slots, _ in rectangles(tasks, 0)} == {(0, 112)}
+    assert sorted(p for _, parts in rectangles(tasks, 0) for p in range(*parts)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("slots", [7, 56, 112])
 def test_what_is_mostly_state_is_swept_slot_by_slot_by_all_blocks(slots: int) -> None:
     g = builder()
