@@ -1,7 +1,8 @@
-"""`load` on a GPU, as far as that goes without one: who else is there, and what is passed on to the kernel."""
+"""`load` on a GPU, mostly as far as that goes without one: who else is there, and what is passed on to the kernel."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -12,10 +13,11 @@ from tests.kernel.machine import model
 from wpk import registry
 from wpk.ir.errors import TargetError, UsageError
 from wpk.kernel import neighbours
-from wpk.kernel.driver import Device
-from wpk.kernel.layout import STAMPS
-from wpk.kernel.neighbours import Neighbours, Process
+from wpk.kernel.driver import Device, find_device
+from wpk.kernel.layout import DONE, STAMPS, STARTED
+from wpk.kernel.neighbours import Neighbours, Process, find_neighbours
 from wpk.registry.settings import Settings
+from wpk.runtime.trace import trace_events
 
 SPEC = model()
 TRAINING = Neighbours((Process(4242, "train.py"),))
@@ -93,3 +95,51 @@ def test_a_trace_is_what_the_kernel_recorded(shared: Settings, monkeypatch: pyte
             with pytest.raises(UsageError, match="trace=True"):
                 cohort.trace()
         assert cohort.program.slots == 2
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+def test_a_trace_holds_the_last_beat_and_nothing_else(shared: Settings) -> None:
+    with registry.load(SPEC, capacity=2, where=shared, trace=True) as cohort:
+        assert cohort.profile.target != "cpu"
+        cohort.join()
+        cohort.beat()
+        before = cohort.trace()
+        cohort.beat()
+        moments, span = cohort.trace(), 1e6 * cohort.last_ms
+        events = trace_events(cohort.program, moments, "small")
+        tasks = {(int(task["wave"]), int(task["block"])) for task in cohort.program.tasks}
+    started, done = moments[..., STARTED], moments[..., DONE]
+    assert started.min() >= before[..., DONE].max() and (done >= started).all()
+    assert (np.diff(started, axis=0) >= 0).all() and (started[1:] >= done[:-1]).all()
+    assert done.max() - started.min() <= span + 10_000  # the clock may tick in microseconds
+    waves = [event for event in events if event["ph"] == "X" and "operators" in event["args"]]
+    assert len(waves) == len(tasks)
+
+
+OCCUPY = """
+import sys
+from wpk.kernel.driver import Gpu, find_device
+gpu = Gpu(find_device())
+gpu.allocate(3 << 30)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.gpu
+def test_another_process_on_the_gpu_is_seen(shared: Settings) -> None:
+    alone = find_neighbours(neighbours.bus_id(find_device()))
+    if alone.unknown is not None or alone.there:  # in a container, earlier tests of this process look like others
+        pytest.skip(str(alone))
+    command = [sys.executable, "-c", OCCUPY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "there\n"
+        said: list[str] = []
+        with registry.load(SPEC, capacity=2, where=shared, notice=said.append) as cohort:
+            cohort.beat()
+        assert len(said) == 1 and "GiB" in said[0]
+        with pytest.raises(TargetError, match="wanted no other process on the GPU"):
+            registry.load(SPEC, capacity=2, where=shared, exclusive=True)
+        other.communicate("")
+    registry.load(SPEC, capacity=2, where=shared, exclusive=True).close()
