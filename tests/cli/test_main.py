@@ -153,7 +153,8 @@ def test_a_reader_that_leaves_is_no_traceback(store: Path) -> None:
 
 
 PLAYING = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 from wpk.runtime import play
 start = play.Schedule.start
 play.Schedule.start = lambda self: (print("beat", file=sys.stderr, flush=True), start(self))
