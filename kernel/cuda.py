@@ -49,6 +49,7 @@ PATIENCE_NS = 50_000_000  # of the wait for an answer between two looks at the d
 SPIN_NS = 300_000  # polled without pause; then with short sleeps
 END_S = 5.0  # how long `close` waits for the kernel
 ANSWERED, STOPPED, NOT_YET = 0, 1, 2
+LOOK_AHEAD = bytes(2 * layout.STREAM_BYTES)  # behind tables of which the producer prefetches the rows to come
 
 
 def _exchange(control, epoch, patience_ns):
@@ -220,7 +221,7 @@ class CudaKernel:
             "watch": gpu.map(self._watch.ctypes.data, layout.WATCH_BYTES),
             "sync": gpu.allocate(layout.sync_bytes(program.blocks)),
             "orders": gpu.place(orders.tobytes()),
-            "agenda": gpu.place(agenda_table(program, tasks, addresses[Arena.WEIGHTS]).tobytes()),
+            "agenda": gpu.place(agenda_table(program, tasks, addresses[Arena.WEIGHTS]).tobytes() + LOOK_AHEAD),
             "state": addresses[Arena.STATE],
             "io": addresses[Arena.IO],
             "host_io": gpu.map(host_io.ctypes.data, host_io.nbytes),
@@ -239,7 +240,7 @@ class CudaKernel:
             "waves": program.waves,
             "budget_ns": int(budget_s * 1e9),
             "heartbeat_ns": int(heartbeat_s * 1e9),
-            "streams": gpu.place(streams.tobytes()),
+            "streams": gpu.place(streams.tobytes() + LOOK_AHEAD),
             "stream_starts": gpu.place(stream_starts.tobytes()),
             "trace": self._trace,
         }

@@ -138,13 +138,20 @@ def order_table(program: Program, tasks: NDArray[Any], arenas: Sequence[int], ma
     orders = np.zeros((len(tasks), ORDER_BYTES), np.uint8)
     index = tasks["payload"]
     orders[:, : PAYLOAD.itemsize] = np.frombuffer(payloads.tobytes(), np.uint8).reshape(-1, PAYLOAD.itemsize)[index]
-    orders[:, ORDER_ADDRESSES:ORDER_MAP] = addresses[index].view(np.uint8).reshape(len(tasks), -1)
+    orders[:, ORDER_ADDRESSES:ORDER_MAP] = _bytes_of(addresses[index])
     for which, place in enumerate((ORDER_MAP, ORDER_WINDOW)):
         where = (maps + MAP_BYTES * (2 * index.astype(np.uint64) + which)).astype(np.uint64)
-        orders[:, place : place + 8] = where.view(np.uint8).reshape(-1, 8)
+        orders[:, place : place + 8] = _bytes_of(where[:, None])
     ranges = np.stack([tasks[n] for n in ("slot_lo", "slot_hi", "part_lo", "part_hi")], axis=1).astype(np.int32)
-    orders[:, ORDER_SLOT_LO : ORDER_PART_HI + 4] = ranges.view(np.uint8).reshape(len(tasks), -1)
+    orders[:, ORDER_SLOT_LO : ORDER_PART_HI + 4] = _bytes_of(ranges)
     return orders
+
+
+def _bytes_of(rows: NDArray[Any]) -> NDArray[np.uint8]:
+    """[n, words] as [n, bytes], for no rows as well."""
+    return np.frombuffer(np.ascontiguousarray(rows).tobytes(), np.uint8).reshape(
+        len(rows), rows.shape[1] * rows.itemsize
+    )
 
 
 def agenda_table(program: Program, tasks: NDArray[Any], weights: int) -> NDArray[np.int64]:
@@ -255,32 +262,33 @@ def _early_waves(program: Program, names: Sequence[str]) -> dict[int, int]:
     wave_of = _waves(program)
     writers = _writers(program)
     found: dict[int, int] = {}
-    for index, name in enumerate(names):
+    for index, wave in wave_of.items():
+        name = names[index]
         if name in PRODUCTS:
             found[index] = WEIGHTS_ONLY
         elif name == "mamba2_step":
             state = int(program.uses[index]["value"][1])
-            found[index] = max((w for w in writers.get(state, ()) if w < wave_of[index]), default=WEIGHTS_ONLY)
+            found[index] = max((w for w in writers.get(state, ()) if w < wave), default=WEIGHTS_ONLY)
         elif name == "attention_parts":
-            found[index] = wave_of[index] - 1  # which rows it reads, the wave before may have decided
+            found[index] = wave - 1  # which rows it reads, the wave before may have decided
     return found
 
 
 def _waves(program: Program) -> dict[int, int]:
-    """Payload -> its wave."""
+    """Payload -> its wave; for those that have tasks."""
     return dict(zip(program.tasks["payload"].tolist(), program.tasks["wave"].tolist(), strict=True))
 
 
 def _writers(program: Program) -> dict[int, list[int]]:
     """Value -> the waves that write it."""
-    waves = _waves(program)
     found: dict[int, list[int]] = {}
-    for index, (record, use) in enumerate(zip(program.payloads, program.uses, strict=True)):
+    for index, wave in sorted(_waves(program).items()):
+        record, use = program.payloads[index], program.uses[index]
         name, _, version = program.operators[int(record["opcode"])].partition("@")
         operands = int(record["operands"])
         for place in LIBRARY.get(name, int(version)).writes(operands):
             if int(record["reference"][place]) != ABSENT:
-                found.setdefault(int(use["value"][place]), []).append(waves[index])
+                found.setdefault(int(use["value"][place]), []).append(wave)
     return found
 
 
@@ -288,11 +296,12 @@ def warm_table(program: Program, weights: int) -> NDArray[np.int64]:
     """[waves, 2]: the span of small weights that a wave reads, address and bytes. weights: address of the arena."""
     table = np.zeros((max(program.waves, 1), 2), np.int64)
     waves = _waves(program)
-    for index, record in enumerate(program.payloads):
+    for index, wave in waves.items():
+        record = program.payloads[index]
         for place in range(int(record["operands"])):
             reference, size = int(record["reference"][place]), int(program.uses[index]["size"][place])
             if reference != ABSENT and reference >> ARENA_SHIFT == Arena.WEIGHTS and size <= SMALL_WEIGHT:
-                row = table[waves[index]]
+                row = table[wave]
                 if size // 16 * 16 > row[1]:
                     row[:] = weights + (reference & OFFSET_MASK), size // 16 * 16
     return table

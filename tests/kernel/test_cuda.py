@@ -26,7 +26,7 @@ from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cubin import ENTRY, build_cubin
 from wpk.kernel.cuda import CudaKernel
 from wpk.kernel.driver import Gpu, find_device
-from wpk.kernel.layout import BLOCK_THREADS, SHARED_LIMIT
+from wpk.kernel.layout import BLOCK_THREADS, shape_of
 from wpk.kernel.plan import agenda_table, scratch_bytes, task_table, transfers
 from wpk.ops.payload import Arena
 from wpk.registry.load import open_weights
@@ -336,9 +336,10 @@ def test_a_grid_that_cannot_be_resident_at_once_is_refused() -> None:
     cubin = build_cubin(compiled("small").program.operators, settings().kernels)
     gpu = Gpu(find_device())
     try:
-        function = gpu.load(cubin.image, ENTRY, BLOCK_THREADS, SHARED_LIMIT)
+        shared = shape_of(compiled("small").program.operators, SLOTS).shared_bytes
+        function = gpu.load(cubin.image, ENTRY, BLOCK_THREADS, shared)
         with pytest.raises(KernelError, match="TOO_LARGE"):
-            gpu.launch(function, gpu.device.multiprocessors + 1, BLOCK_THREADS, SHARED_LIMIT, 0)
+            gpu.launch(function, gpu.device.multiprocessors + 1, BLOCK_THREADS, shared, 0)
         with pytest.raises(KernelError, match="cuFuncSetAttribute failed"):
             gpu.load(cubin.image, ENTRY, BLOCK_THREADS, 1 << 20)
     finally:
