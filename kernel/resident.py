@@ -25,8 +25,9 @@ from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
-from wpk.kernel.control import CONTROL, END_NS, INPUT_EPOCH, OUTPUT_EPOCH, POISON, STALLED, START_NS
+from wpk.kernel.control import END_NS, INPUT_EPOCH, OUTPUT_EPOCH, POISON, STALLED, START_NS
 from wpk.kernel.cuda_library import _view_i64, block_body, device, shared_base, switch, word
+from wpk.kernel.exchange import copy_masks, deliver_outputs, fetch_inputs, index_of_thread, reset_slots
 from wpk.kernel.layout import (
     ACTIVE,
     AGENDA,
@@ -35,7 +36,6 @@ from wpk.kernel.layout import (
     BUDGET_NS,
     BUFFER,
     CONTROL_PAGE,
-    COPY_BYTES,
     COUNTER,
     COUNTS,
     DONE,
@@ -46,15 +46,9 @@ from wpk.kernel.layout import (
     FULL,
     HEARTBEAT,
     HEARTBEAT_NS,
-    HOST_IO,
-    IMAGE,
-    INPUT_COUNT,
-    INPUTS,
-    IO,
     KEPT_ORDERS,
     LATE_BLOCK,
     LOST,
-    MASK_WORDS,
     OPENED,
     ORDER_BYTES,
     ORDER_PART_HI,
@@ -62,23 +56,17 @@ from wpk.kernel.layout import (
     ORDER_SLOT_HI,
     ORDER_SLOT_LO,
     ORDERS,
-    OUTPUT_COUNT,
-    OUTPUTS,
-    RESET,
     SCRATCH,
     SCRATCH_BYTES,
     SEEN,
-    SLAB,
     SLOTS,
     STAMP,
     STAMPS,
     STARTED,
-    STATE,
     STOPPED,
     SYNC,
     THREADS,
     TRACE,
-    TRANSFER_BYTES,
     WAITING,
     WARPS,
     WATCH,
@@ -90,17 +78,11 @@ from wpk.kernel.streamed import bodies
 from wpk.kernel.streamed.ring import BOTH, await_stage, make_producer, mark
 
 i32 = np.int32
-MASKS = CONTROL.itemsize
 START, INPUT_WAVE, RESET_WAVE = -3, -2, -1  # what comes before wave 0 of a beat
 POISON_STALLED = 3
 LOOK_AT_HOST = 32  # barriers between two looks of block 0 at the host's poison word, a microsecond each
 SPINS = 32  # polls of the counter between two readings of the clock, about 20 us
 SIGNATURE = types.void(types.int64)
-
-
-@device
-def index_of_thread():
-    return np.int64(ptx.thread_index())
 
 
 @device
@@ -248,68 +230,6 @@ def await_open(base, parity):
         if ptx.shared_load_32(i32(base + i32(ENDED))) != 0:
             break
     return ptx.shared_load_32(i32(base + i32(ENDED))) != 0
-
-
-# --- between beats ------------------------------------------------------------------------------------------------
-@device
-def copy_masks(context):
-    """Block 0: the host's masks into device memory, and whether any slot is live or to be reset."""
-    masks = word(context, CONTROL_PAGE) + MASKS
-    words = word(context, MASK_WORDS)
-    active, reset = np.int32(0), np.int32(0)
-    for i in range(index_of_thread(), words, THREADS):
-        live, renewed = ptx.load_relaxed_sys(masks + 8 * i), ptx.load_relaxed_sys(masks + 8 * (words + i))
-        _view_i64(word(context, ACTIVE) + 8 * i, 1)[0] = live
-        _view_i64(word(context, RESET) + 8 * i, 1)[0] = renewed
-        active |= np.int32(live != 0)
-        reset |= np.int32(renewed != 0)
-    anyone, renew = ptx.barrier_or(active), ptx.barrier_or(reset)
-    if ptx.thread_index() == 0:
-        _view_i64(word(context, SYNC) + WORK, 1)[0] = np.int64(anyone) | np.int64(renew) << 1
-
-
-@device
-def holds(mask, slot):
-    return (_view_i64(mask + 8 * (slot >> 6), 1)[0] >> (slot & 63)) & 1 != 0
-
-
-@device
-def reset_slots(context, thread, threads):
-    """The initial image into the state of every slot of the reset mask."""
-    slab, image, state = word(context, SLAB), word(context, IMAGE), word(context, STATE)
-    pieces = slab // 8
-    for slot in range(word(context, SLOTS)):
-        if holds(word(context, RESET), slot):
-            source, target = _view_i64(image, pieces), _view_i64(state + slot * slab, pieces)
-            for i in range(thread, pieces, threads):
-                target[i] = source[i]
-
-
-@device
-def fetch_inputs(context, thread, threads):
-    """The rows of every input port from host memory; those of slots without a session do no harm."""
-    table, host, own = word(context, INPUTS), word(context, HOST_IO), word(context, IO)
-    for port in range(word(context, INPUT_COUNT)):
-        offset, stride = transfer_row(table, port)
-        for at in range(thread * COPY_BYTES, word(context, SLOTS) * stride, threads * COPY_BYTES):
-            ptx.copy_16(own + offset + at, host + offset + at)
-
-
-@device
-def deliver_outputs(context, thread, threads):
-    """The rows of every output port, of live slots alone, into host memory."""
-    table, host, own = word(context, OUTPUTS), word(context, HOST_IO), word(context, IO)
-    for port in range(word(context, OUTPUT_COUNT)):
-        offset, stride = transfer_row(table, port)
-        for at in range(thread * COPY_BYTES, word(context, SLOTS) * stride, threads * COPY_BYTES):
-            if holds(word(context, ACTIVE), at // stride):
-                ptx.copy_16(host + offset + at, own + offset + at)
-
-
-@device
-def transfer_row(table, port):
-    row = table + TRANSFER_BYTES * port
-    return ptx.load_constant(row), ptx.load_constant(row + 8)
 
 
 # --- a beat -------------------------------------------------------------------------------------------------------
