@@ -182,7 +182,7 @@ def stream_table(
     owners: list[NDArray[np.int64]] = []
     order = np.arange(len(tasks))
     for payload, name in enumerate(names):
-        if name not in STREAMED:
+        if name not in STREAMED or payload not in before:  # not streamed, or without tasks
             continue
         mine = order[tasks["payload"] == payload]
         some = _product_entries if name in PRODUCTS else _other_entries

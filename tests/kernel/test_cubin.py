@@ -252,16 +252,16 @@ def test_the_gpu_reads_a_payload_s_fields_where_the_record_has_them(read: str, p
 
 @needs_compiler
 def test_the_gpu_reads_control_and_context_where_the_host_writes_them() -> None:
-    from wpk.kernel import control, resident
+    from wpk.kernel import control, exchange, resident
     from wpk.kernel.streamed import ring
 
     fields = control.CONTROL.fields
     assert fields is not None
     for name in ("input_epoch", "output_epoch", "start_ns", "end_ns", "poison", "stalled"):
         assert getattr(control, name.upper()) == fields[name][1]
-    assert resident.MASKS == control.CONTROL.itemsize == 64
+    assert exchange.MASKS == control.CONTROL.itemsize == 64
     assert resident.POISON_STALLED == control.Poison.STALLED
-    source = inspect.getsource(resident) + inspect.getsource(ring)
+    source = "".join(inspect.getsource(module) for module in (resident, exchange, ring))
     assert all(re.search(rf"\b{name.upper()}\b", source) for name in CONTEXT)  # nothing is handed over for nothing
 
 

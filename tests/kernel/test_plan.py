@@ -350,6 +350,16 @@ def test_a_program_that_streams_nothing_has_no_entries() -> None:
     assert tensor_maps(program, Shape(0)) == []
 
 
+def test_a_program_without_tasks_has_tables_too() -> None:
+    program = hybrid()
+    program = dataclasses.replace(program, tasks=program.tasks[:0])
+    tasks = task_table(program)
+    assert order_table(program, tasks, BASES, MAPS).shape == (0, ORDER_BYTES)
+    assert not agenda_table(program, tasks, BASES[Arena.WEIGHTS]).any()
+    streams, starts = streamed(program)
+    assert streams.shape == (0, STREAM_WORDS) and starts.tolist() == [0, 0, 0]
+
+
 # --- weights that are warmed ----------------------------------------------------------------------------------------
 def test_the_largest_small_weight_of_a_wave_is_warmed() -> None:
     weights = BASES[Arena.WEIGHTS]
