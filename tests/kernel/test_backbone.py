@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib.util
+import inspect
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,8 @@ from wpk.zoo.sources import SyntheticSource
 from wpk.zoo.spec import ModelSpec
 
 VOICE = "nemotron-h-voice-9b"
-VERSION = "5.24"
+CLASSES = ("NemotronHConfig", "NemotronHForCausalLM")
+CACHES = ("cache", "past_key_values", "cache_params")  # what versions of `transformers` call it, newest first
 STEPS, SLOTS, LIVE = 8, 4, (0, 1, 3)
 LOGITS = 0.03  # of the logits' standard deviation, root mean square of a step's difference over 56 blocks; the mean
 LARGEST = 4.0  # of that, in any one step: now and then a norm divides by little
@@ -55,11 +57,36 @@ PIECE = 1 << 26  # numbers that are made at a time
 # --- the other implementation -----------------------------------------------------------------------------------------
 def torch_and_transformers() -> tuple[Any, Any]:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    if not transformers.__version__.startswith(VERSION):
-        pytest.skip(f"wanted transformers {VERSION}, whose step is compared with; found {transformers.__version__}")
-    if importlib.util.find_spec("transformers.models.nemotron_h") is None:
-        pytest.skip("this installation of transformers has no nemotron_h")
+    lacking = [name for name in CLASSES if not hasattr(transformers, name)]
+    if lacking or importlib.util.find_spec("transformers.models.nemotron_h") is None:
+        wanted = f"models.nemotron_h with {' and '.join(lacking or CLASSES)}"
+        pytest.skip(f"wanted transformers that has {wanted}; found {transformers.__version__}")
     return torch, transformers
+
+
+def cache_of(given: Any, what: str) -> Any:
+    """What a step gives back for the next one."""
+    found = next((made for name in CACHES if (made := getattr(given, name, None)) is not None), None)
+    if found is None:
+        pytest.skip(f"{what} has none of {', '.join(CACHES)}: another interface than this test knows")
+    return found
+
+
+def ssm_of(cache: Any, layer: int) -> Any:
+    """A Mamba-2 layer's state, [sessions, heads, values, 128]."""
+    if hasattr(cache, "get_recurrent_state"):
+        return cache.get_recurrent_state(layer)
+    if hasattr(cache, "ssm_states"):
+        return cache.ssm_states[layer]
+    states = cache.layers[layer].recurrent_states
+    return states if hasattr(states, "shape") else states[0]
+
+
+def kv_of(cache: Any, layer: int) -> tuple[Any, Any]:
+    """Keys and values of an attention layer, each [sessions, groups, steps, width]."""
+    if hasattr(cache, "key_cache"):
+        return cache.key_cache[layer], cache.value_cache[layer]
+    return cache.layers[layer].keys, cache.layers[layer].values
 
 
 def _signed(value: int) -> int:
@@ -153,10 +180,9 @@ def original(model: ModelSpec, weights: Weights, given: Array, device: str) -> W
         for layer, kind in enumerate(part.layers):
             name = f"backbone.layers.{layer}"
             if kind == "M":
-                found.states[f"{name}.ssm"] = cache.get_recurrent_state(layer).float().cpu().numpy()
+                found.states[f"{name}.ssm"] = ssm_of(cache, layer).float().cpu().numpy()
             elif kind == "*":
-                keys, values = cache.layers[layer].keys, cache.layers[layer].values  # [sessions, groups, steps, width]
-                both = torch.stack([keys, values], dim=1).permute(0, 3, 1, 2, 4)
+                both = torch.stack(kv_of(cache, layer), dim=1).permute(0, 3, 1, 2, 4)
                 found.states[f"{name}.kv"] = both.float().cpu().numpy()  # [sessions, steps, 2, groups, width]
         net.to(torch.bfloat16)
         for name, type in wanted.items():  # only matrices are bf16 in a checkpoint of this family
@@ -171,9 +197,11 @@ def original(model: ModelSpec, weights: Weights, given: Array, device: str) -> W
 
 def _steps(torch: Any, net: Any, heads: dict[str, Any], given: Array, device: str) -> tuple[dict[str, Array], Any]:
     dtype, cache, rows = net.model.embeddings.weight.dtype, None, {head: list[Array]() for head in heads}
+    argument = next((n for n in CACHES if n in inspect.signature(type(net).forward).parameters), CACHES[1])
     for x in given:
-        made = net(inputs_embeds=torch.tensor(x, device=device)[:, None].to(dtype), cache=cache, use_cache=True)
-        cache = made.cache
+        embedded = torch.tensor(x, device=device)[:, None].to(dtype)
+        made = net(inputs_embeds=embedded, use_cache=True, **{argument: cache})
+        cache = cache_of(made, type(made).__name__)
         hidden = made.logits[:, -1].to(dtype)  # an Identity's: the normalised last x
         for head, weight in heads.items():
             rows[head].append((hidden @ weight.T).float().cpu().numpy())

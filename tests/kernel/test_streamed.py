@@ -15,9 +15,12 @@ import pytest
 from tests.kernel.gpu import join
 from tests.kernel.hybrids import (
     CASES,
+    NO_SPREAD,
+    ROOM,
     Array,
     Case,
     Run,
+    Spread,
     clear_tokens,
     comings,
     cut,
@@ -25,11 +28,13 @@ from tests.kernel.hybrids import (
     history,
     keep_states,
     live_values,
+    measures,
     memory_of,
     numbers,
     program_of,
     start,
     step,
+    widest,
     writers,
 )
 from wpk.kernel.cpu import CpuKernel
@@ -44,6 +49,16 @@ SLACK = 0.06  # of the logits' standard deviation: a smaller margin may turn by 
 def wanted(case: Case) -> Run:
     """What the CPU kernel gives."""
     kernel = start(CpuKernel, case)
+    try:
+        return history(kernel, case)
+    finally:
+        kernel.close()
+
+
+@functools.cache
+def shaken(case: Case) -> Run:
+    """What the CPU kernel gives with a rounding everywhere: how much a difference of that size is enlarged."""
+    kernel = start(CpuKernel, case, shaken=True)
     try:
         return history(kernel, case)
     finally:
@@ -74,17 +89,28 @@ def tokens_and_logits(run: Run, head: str) -> list[tuple[int, Array | None]]:
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_states_are_those_of_the_cpu_kernel_and_the_same_in_two_runs(name: str) -> None:
     case = CASES[name]
-    reference, found, again = wanted(case), played(case), played(case)
+    found, again = played(case), played(case)
     # Two runs: the same bits.
     for ours, repeated in zip(found.outputs, again.outputs, strict=True):
         assert {s: {p: v.tobytes() for p, v in o.items()} for s, o in ours.items()} == {
             s: {p: v.tobytes() for p, v in o.items()} for s, o in repeated.items()
         }
     assert found.bits == again.bits
+    compare(name, found)
+
+
+def compare(name: str, found: Run) -> None:
+    """States, tokens and logits of a case with those of the CPU kernel."""
+    case = CASES[name]
+    reference, moved = wanted(case), shaken(case)
     # States of all that are there; a vacant slot's is nobody's, and products may write it.
     assert found.states.keys() == reference.states.keys()
+    spread = {
+        value: widest(measures(moved.states[slot][value], reference.states[slot][value]) for slot in reference.states)
+        for value in next(iter(reference.states.values()))
+    }
     states = {
-        (value, slot): difference(found.states[slot][value], numbers_wanted)
+        (value, slot): difference(found.states[slot][value], numbers_wanted, spread[value])
         for slot, values in reference.states.items()
         for value, numbers_wanted in values.items()
     }
@@ -94,21 +120,27 @@ def test_outputs_and_states_are_those_of_the_cpu_kernel_and_the_same_in_two_runs
     bad = [key for key, apart in states.items() if apart > 1]
     assert not bad, (sorted({value for value, _ in bad}), sorted({slot for _, slot in bad}))
     # Tokens, and logits where there are some: those of a twin that gives them elsewhere.
-    twin = reference if case.logits else wanted(dataclasses.replace(case, logits=True))
+    with_logits = case if case.logits else dataclasses.replace(case, logits=True)
     for head in case.heads:
-        rows = [tokens_and_logits(run, head) for run in (reference, twin, found)]
-        clear = 0
-        for (token, _), (same, logits), (ours, own) in zip(*rows, strict=True):
-            assert logits is not None and token == same == int(logits.argmax())
+        runs = (reference, wanted(with_logits), shaken(with_logits), found)
+        rows = list(zip(*[tokens_and_logits(run, head) for run in runs], strict=True))
+        # Of each step its own spread: those of a session whose numbers cancel are much larger than the others'.
+        clear, agreed, apart = 0, 0, list[float]()
+        for (token, _), (same, logits), (_, moved_logits), (ours, own) in rows:
+            assert logits is not None and moved_logits is not None and token == same == int(logits.argmax())
+            enlarged = measures(moved_logits, logits)
             if own is not None:
-                assert difference(own, logits) <= 1
+                apart.append(difference(own, logits, enlarged))
                 assert ours == int(own.argmax())
-            if clear_tokens(logits, SLACK * float(logits.std())):
+            if clear_tokens(logits, SLACK * max(1.0, ROOM * enlarged[0]) * float(logits.std())):
                 clear += 1
                 assert ours == token
-        agreed = sum(a[0] == c[0] for a, c in zip(rows[0], rows[2], strict=True))
-        print(f"{name}, {head}: {agreed} of {len(rows[0])} tokens equal, {clear} of them must be")
-        assert clear >= 0.6 * len(rows[0])
+            agreed += ours == token
+        worst_logits = max(apart, default=0.0)
+        assert worst_logits <= 1
+        print(f"{name}, {head}: logits {worst_logits:.3f} of what is allowed; {agreed} of {len(rows)} tokens equal, "
+              f"{clear} of them must be")  # fmt: skip
+        assert clear >= 0.5 * len(rows)
 
 
 @pytest.mark.gpu
@@ -153,9 +185,11 @@ def occupied(slots: int) -> list[int]:
     return [s for s in range(slots) if s % 6 != 4]
 
 
-def after_wave(kind: type[CpuKernel] | type[CudaKernel], case: Case, waves: int) -> dict[Arena, Array]:
+def after_wave(
+    kind: type[CpuKernel] | type[CudaKernel], case: Case, waves: int, *, shaken: bool = False
+) -> dict[Arena, Array]:  # fmt: skip
     """Every arena after one beat of the first waves of a program."""
-    kernel = start(kind, case, cut(program_of(case), waves))
+    kernel = start(kind, case, cut(program_of(case), waves), shaken=shaken)
     try:
         slots = occupied(case.slots)
         join(kernel, *slots)
@@ -165,22 +199,34 @@ def after_wave(kind: type[CpuKernel] | type[CudaKernel], case: Case, waves: int)
         kernel.close()
 
 
-def compared(program: Program, wave: int, ours: dict[Arena, Array], theirs: dict[Arena, Array]) -> dict[str, float]:
-    """Every value that means something after a wave: how far apart it is in any slot."""
-    made = writers(program)
+def compared(
+    program: Program, wave: int, ours: dict[Arena, Array], theirs: dict[Arena, Array],
+    shaken: dict[Arena, Array] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Every value that means something after a wave: how far apart it is in any slot.
+
+    shaken: with a rounding everywhere, which says by how much more may differ than the limits say.
+    """
+    made, slots = writers(program), occupied(program.slots)
     found = {}
     for index in live_values(program, wave):
         arena = Arena(int(program.values[index]["arena"]))
         name, parameters = made.get(index, ("", np.zeros(9, np.int32)))
-        apart = [
-            _apart(name, parameters, numbers(program, ours[arena], index, s), numbers(program, theirs[arena], index, s))
-            for s in occupied(program.slots)
-        ]
+        own, same = ([numbers(program, memory[arena], index, s) for s in slots] for memory in (ours, theirs))
+        spread = NO_SPREAD
+        if shaken is not None and same[0].dtype.kind == "f" and name not in OF_THEIR_OWN:
+            spread = widest(
+                measures(numbers(program, shaken[arena], index, s), w) for s, w in zip(slots, same, strict=True)
+            )
+        apart = [_apart(name, parameters, f, w, spread) for f, w in zip(own, same, strict=True)]
         found[f"{program.value_names[index]} ({name})"] = max(apart)
     return found
 
 
-def _apart(name: str, parameters: Array, found: Array, wanted: Array) -> float:
+OF_THEIR_OWN = ("attention_parts", "argmax_projection", "argmax", "argmax_merge")  # compared by rules of their own
+
+
+def _apart(name: str, parameters: Array, found: Array, wanted: Array, spread: Spread) -> float:
     if name == "attention_parts":
         heads, width, splits = (int(parameters[i]) for i in (0, 2, 4))
         rows, same = (x.reshape(splits * heads, width + 2).copy() for x in (found, wanted))
@@ -196,7 +242,7 @@ def _apart(name: str, parameters: Array, found: Array, wanted: Array) -> float:
         return max(difference(ours[:, 0].copy(), theirs[:, 0].copy()), float(turned) / 0.1)
     if name in ("argmax", "argmax_merge"):
         return 0.0  # a token may turn; the test of whole beats knows by which margin it must not
-    return difference(found, wanted)
+    return difference(found, wanted, spread)
 
 
 @pytest.mark.gpu
@@ -209,7 +255,7 @@ def test_after_every_wave_every_arena_is_that_of_the_cpu_kernel(name: str) -> No
     for wave in range(program.waves):
         ours, theirs = (after_wave(kind, case, wave + 1) for kind in (CudaKernel, CpuKernel))
         assert (ours[Arena.WEIGHTS] == theirs[Arena.WEIGHTS]).all()
-        apart = compared(program, wave, ours, theirs)
+        apart = compared(program, wave, ours, theirs, after_wave(CpuKernel, case, wave + 1, shaken=True))
         bad = {value: round(d, 3) for value, d in apart.items() if not d <= 1}
         labels = sorted({program.labels[t["payload"]] for t in program.tasks if t["wave"] == wave})
         assert not bad, f"wave {wave} ({', '.join(labels)}): {bad}"
@@ -280,5 +326,7 @@ def test_limits_are_of_a_number_and_of_the_whole() -> None:
     one = wanted.copy()
     one[17] += 0.2
     assert difference(one, wanted) > 1
+    whole, largest = measures(one, wanted)
+    assert difference(one, wanted, (0.0, largest)) < 1 < difference(one, wanted, (100.0, 0.0)) and whole < 1
     assert difference(np.full(3, np.nan, np.float32), wanted[:3]) > 1
     assert difference(np.array([1, 2]), np.array([1, 3])) > 1
