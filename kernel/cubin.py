@@ -54,11 +54,6 @@ class Cubin:
         return self.path.read_bytes()
 
 
-def available() -> bool:
-    """Can kernels be built here: is numba-cuda installed, and ptxas?"""
-    return importlib.util.find_spec("numba_cuda") is not None and find_ptxas() is not None
-
-
 def build_cubin(operators: Sequence[str], folder: Path | None, slots: int = 1) -> Cubin:
     """The kernel for these operators (`name@version`, in the order of the opcodes), from the cache or built now.
 
@@ -128,7 +123,7 @@ def kernel_ptx(operators: Sequence[str], shape: Shape) -> str:
 
 
 def compile_ptx(function: Any, signature: Any, entry: str) -> str:
-    """PTX of a Python function as a kernel of that name for THREADS threads a block, one block a multiprocessor."""
+    """PTX of a Python function as a kernel of that name: BLOCK_THREADS threads a block, a block a multiprocessor."""
     from numba.cuda import compiler
     from numba.cuda.cudadrv import nvvm
 
@@ -209,7 +204,7 @@ def ptxas_version() -> str:
 
 
 def can_build() -> bool:
-    """Whether kernels for a GPU can be built here."""
+    """Whether kernels for a GPU can be built here: numba-cuda is installed, and ptxas."""
     return importlib.util.find_spec("numba_cuda") is not None and find_ptxas() is not None
 
 

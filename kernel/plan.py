@@ -105,12 +105,13 @@ def require_sizes(program: Program, shape: Shape) -> None:
                     f"{label}: {name} of these sizes does not run on a GPU", wanted=wanted, found=values,
                     hint="Load the profile with target='cpu'.",
                 )  # fmt: skip
-    for task in program.tasks:
-        held = int(task["slot_hi"]) - int(task["slot_lo"])
-        if names[int(task["payload"])] in PRODUCTS and held > shape.sessions:
+    held = program.tasks["slot_hi"].astype(np.int64) - program.tasks["slot_lo"]
+    for task in np.flatnonzero(held > shape.sessions):
+        payload = int(program.tasks["payload"][task])
+        if names[payload] in PRODUCTS:
             raise ProgramError(
-                f"{program.labels[int(task['payload'])]}: a task of a product",
-                wanted=f"at most {shape.sessions} slots", found=held, hint="Rebuild the profile.",
+                f"{program.labels[payload]}: a task of a product", wanted=f"at most {shape.sessions} slots",
+                found=int(held[task]), hint="Rebuild the profile.",
             )  # fmt: skip
 
 
@@ -293,7 +294,7 @@ def _writers(program: Program) -> dict[int, list[int]]:
 
 
 def warm_table(program: Program, weights: int) -> NDArray[np.int64]:
-    """[waves, 2]: the span of small weights that a wave reads, address and bytes. weights: address of the arena."""
+    """[waves, 2]: the largest small weight that a wave reads, address and bytes. weights: address of the arena."""
     table = np.zeros((max(program.waves, 1), 2), np.int64)
     waves = _waves(program)
     for index, wave in waves.items():

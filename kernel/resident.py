@@ -64,6 +64,7 @@ from wpk.kernel.layout import (
     STAMPS,
     STARTED,
     STOPPED,
+    STREAMED,
     SYNC,
     THREADS,
     TRACE,
@@ -74,7 +75,7 @@ from wpk.kernel.layout import (
     WORK,
     Shape,
 )  # fmt: skip
-from wpk.kernel.streamed import bodies
+from wpk.kernel.streamed.bodies import make_consume
 from wpk.kernel.streamed.ring import BOTH, await_stage, make_producer, mark
 
 i32 = np.int32
@@ -239,10 +240,10 @@ def make_wave(operators: Sequence[str], shape: Shape) -> Any:
     It takes and returns the number of items that have come through the ring.
     """
     names = [name.partition("@")[0] for name in operators]
-    plain = {c: block_body(n) for c, n in enumerate(operators) if names[c] not in bodies.STREAMED}
+    plain = {c: block_body(n) for c, n in enumerate(operators) if names[c] not in STREAMED}
     arguments = "record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch"
     dispatch = switch("dispatch", plain, arguments)
-    consume = bodies.make_consume(names, shape)
+    consume = make_consume(names, shape)
 
     @device
     def run_order(record, context, scratch, base, item):

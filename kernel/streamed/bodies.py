@@ -1,15 +1,13 @@
-"""Which GPU body belongs to which operator: the tables that the kernel's dispatch is made from."""
+"""The dispatch over streamed operators, made for those that a program has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from wpk.kernel.cuda_library import device, switch
-from wpk.kernel.layout import CACHE_KIND, KINDS, STATE_KIND, STREAMED, Shape
-from wpk.kernel.streamed import attention, norms, product, state
-
-PLAIN = norms.BODIES  # not streamed, but written for a whole block
+from wpk.kernel.cuda_library import device
+from wpk.kernel.layout import CACHE_KIND, KINDS, STATE_KIND, Shape
+from wpk.kernel.streamed import attention, product, state
 
 
 def _kind_of(names: Sequence[str]) -> Any:
@@ -43,6 +41,3 @@ def make_consume(names: Sequence[str], shape: Shape) -> Any:
     space: dict[str, Any] = {"kind_of": kind_of, "multiply": multiply, "advance": advance, "attend": attend}
     exec("\n".join([*lines, "    return item"]), space)
     return device(space["consume"])
-
-
-__all__ = ["KINDS", "PLAIN", "STREAMED", "make_consume", "switch"]

@@ -37,6 +37,12 @@ def warp_sum(x):
 
 
 @device
+def better(value, index, other_value, other_index):
+    """Whether another candidate wins: the larger, of equal ones that of the lower index; NaN never."""
+    return other_value > value or (other_value == value and other_index < index)
+
+
+@device
 def rms_norm_terms(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
     """A warp a span of 128 elements: the residual plus the partial sums, weighted bf16, the sum of squares."""
     size, count, offset = parameter(record, 0), parameter(record, 1), parameter_f32(record, 2)
@@ -215,11 +221,11 @@ def argmax_merge(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scrat
         for first in range(0, count, THREADS):
             at = candidates + 8 * min(first + i64(thread), count - 1)
             v, i = ptx.load_l2(at), ptx.load_l2_32(at + 4)
-            if v > value or (v == value and i < index):
+            if better(value, index, v, i):
                 value, index = v, i
         for o in (16, 8, 4, 2, 1):
             v, i = ptx.shuffle_xor(value, i32(o)), ptx.shuffle_xor_32(index, i32(o))
-            if v > value or (v == value and i < index):
+            if better(value, index, v, i):
                 value, index = v, i
         if lane == 0:
             ptx.shared_store_2(i32(base + i32(REDUCTION) + warp * i32(8)), value, ptx.float_of_bits(index))
@@ -228,7 +234,7 @@ def argmax_merge(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scrat
             for other in range(1, WARPS):
                 at = i32(base + i32(REDUCTION) + i32(8 * other))
                 v, i = ptx.shared_load(at), ptx.shared_load_32(i32(at + i32(4)))
-                if v > value or (v == value and i < index):
+                if better(value, index, v, i):
                     value, index = v, i
             ptx.store_32(address(record, arenas, 1, slot), index)
         ptx.barrier()

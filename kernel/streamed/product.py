@@ -34,6 +34,7 @@ from wpk.kernel.layout import (
     Shape,
 )
 from wpk.kernel.streamed.epilogues import GROUP, finish_mamba2, finish_matmul, finish_qkv
+from wpk.kernel.streamed.norms import better
 from wpk.kernel.streamed.ring import await_stage, mark, window_box
 
 i32, i64, f32 = np.int32, np.int64, np.float32
@@ -159,11 +160,6 @@ def make_best_of(count: int) -> Any:
     space: dict[str, Any] = {"i32": i32, "f32": f32}
     exec("\n".join(lines), space)
     return device(space["best_of"])
-
-
-@device
-def better(value, index, other_value, other_index):
-    return other_value > value or (other_value == value and other_index < index)
 
 
 def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wpk.kernel.cubin import ARCH, CAPABILITY, ENTRY, Cubin, available, build_cubin, cubin_key, read_report
+from wpk.kernel.cubin import ARCH, CAPABILITY, ENTRY, Cubin, build_cubin, can_build, cubin_key, read_report
 from wpk.kernel.layout import (
     BLOCK_THREADS,
     CONTEXT,
@@ -39,7 +39,7 @@ from wpk.scheduler.program import Program
 from wpk.scheduler.target import TARGETS
 from wpk.zoo.build import build_graph
 
-needs_compiler = pytest.mark.skipif(not available(), reason="numba-cuda or ptxas is not installed")
+needs_compiler = pytest.mark.skipif(not can_build(), reason="numba-cuda or ptxas is not installed")
 MODELS = sorted(catalog().builtin())
 SMALL = ("add@1", "matmul@1")
 STREAMING = ("mamba2_step@1", "tiled_matmul@1")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.kernel.host_gpu import HostGpu, pack_on_host, packer
 from wpk.ir.errors import KernelError
 from wpk.kernel import cubin
-from wpk.kernel.cubin import available
+from wpk.kernel.cubin import can_build
 from wpk.kernel.driver import Gpu, find_device
 from wpk.kernel.packing import Packer, Synthetic, Target, build_packing
 from wpk.kernel.tile_order import tile_offset, tiled_bytes
@@ -207,7 +207,7 @@ def test_the_index_of_a_number_may_exceed_32_bits() -> None:
 
 
 # --- for the GPU --------------------------------------------------------------------------------------------------
-@pytest.mark.skipif(not available(), reason="numba-cuda or ptxas is not installed")
+@pytest.mark.skipif(not can_build(), reason="numba-cuda or ptxas is not installed")
 def test_the_kernel_is_built_without_a_gpu_and_fuses_nothing() -> None:
     from wpk.kernel.packing import ENTRY, packing_ptx
 
@@ -217,7 +217,7 @@ def test_the_kernel_is_built_without_a_gpu_and_fuses_nothing() -> None:
     assert f".visible .entry {ENTRY}(" in text and "fma" not in text
 
 
-@pytest.mark.skipif(not available(), reason="numba-cuda or ptxas is not installed")
+@pytest.mark.skipif(not can_build(), reason="numba-cuda or ptxas is not installed")
 def test_a_machine_without_compilers_takes_what_another_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build_packing(tmp_path)
     monkeypatch.setattr(cubin, "can_build", lambda: False)
