@@ -8,6 +8,7 @@ from wpk.ops import (
     filterbank,
     index,
     kv,
+    kv_attention,
     linear,
     mamba,
     norm,
@@ -23,6 +24,6 @@ from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, opera
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
-    "attention", "blockwise", "constants", "elementwise", "filterbank", "index", "kv", "linear", "mamba", "norm",
-    "recurrent", "reduce", "shape", "spectral", "streaming", "tiles", "words",
+    "attention", "blockwise", "constants", "elementwise", "filterbank", "index", "kv", "kv_attention", "linear",
+    "mamba", "norm", "recurrent", "reduce", "shape", "spectral", "streaming", "tiles", "words",
 ]  # fmt: skip

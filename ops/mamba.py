@@ -8,7 +8,6 @@ is the same with the product in front of it, the rows never leaving the core tha
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -27,19 +26,17 @@ from wpk.ops.payload import address, operand_f32, parameter, parameter_f32
 from wpk.ops.scalars import silu64
 from wpk.ops.tiles import (
     TILE_SLOTS,
-    check_operands,
-    check_squares,
-    check_tiles,
+    check_product,
     inverse_rms,
-    inverse_rms64,
     part_rows,
+    parts_rows,
+    product64,
     product_cost,
     scale_rows,
     squares_of,
     tile_bytes,
     tile_rows,
     tile_rules,
-    unpacked_tiles,
 )
 from wpk.ops.vector import dot
 
@@ -246,7 +243,7 @@ class Mamba2Projection(Operator):
     def meaning(
         self, x: Array, tiles: Array, squares: Array, constants: Array, ring: Array
     ) -> tuple[Array, Array]:  # fmt: skip
-        p = unpacked_tiles(tiles, self.n, self.k, self.shares) @ x * inverse_rms64(squares, self.k, self.eps)
+        p = product64(x, tiles, squares, self.n, self.k, self.shares, self.eps)
         return split64(p, ring, constants)
 
     def cost(self, *types: Type) -> Cost:
@@ -289,7 +286,7 @@ class Mamba2Projection(Operator):
     @classmethod
     def part_writes(cls, parameters: Sequence[int], operand: int, lo: int, hi: int) -> Extent | tuple[()]:
         n, _, shares = parameters[:3]
-        first, last = part_rows(n, shares, 0, lo)[0], part_rows(n, shares, 0, hi - 1)[1]
+        first, last = parts_rows(n, shares, 0, lo, hi)
         return split_writes(parameters[3:6], operand == 6, first, last)
 
 
@@ -306,15 +303,6 @@ def mamba2_projection_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, s
             scale_rows(scratch, hi - lo, inverse_rms(address(record, arenas, 2, slot), squares, k, eps))
             mixed, ring = address(record, arenas, 5, slot), address(record, arenas, 6, slot)
             split_rows(scratch, lo, hi, inner, channels, heads, ring, constants, mixed)
-
-
-def check_product(name: str, dims: Dims, n: int, k: int, shares: int, eps: float) -> None:
-    """Raise where x, tiles, squares and eps are not those of a normalised product with a matrix [n, k]."""
-    check_tiles(name, n, k, shares)
-    check_operands(name, dims, n, k)
-    check_squares(name, dims.like("squares"), k)
-    if not (eps >= 0.0 and math.isfinite(eps)):
-        raise GraphError(f"{name}: eps", wanted=">= 0", found=eps)
 
 
 def split_flops(n: int, ring: Type) -> int:

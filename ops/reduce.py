@@ -27,15 +27,14 @@ from wpk.ops.tiles import (
     check_squares,
     check_tiles,
     inverse_rms,
-    inverse_rms64,
     part_rows,
+    product64,
     product_cost,
     scale_rows,
     squares_of,
     tile_bytes,
     tile_rows,
     tile_rules,
-    unpacked_tiles,
 )
 
 BLOCK = 512  # elements
@@ -268,7 +267,7 @@ class ArgMaxProjection(Operator):
         return (f32(self.shares, 2),)
 
     def meaning(self, x: Array, tiles: Array, squares: Array | None = None) -> Array:
-        y = unpacked_tiles(tiles, self.n, self.k, self.shares) @ x * inverse_rms64(squares, self.k, self.eps)
+        y = product64(x, tiles, squares, self.n, self.k, self.shares, self.eps)
         y = np.where(np.isnan(y), -np.inf, y)
         found = np.empty((self.shares, 2))
         for share in range(self.shares):

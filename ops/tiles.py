@@ -165,6 +165,11 @@ def part_rows(n, shares, splits, part):
     return groups * share // shares * 8, groups * (share + 1) // shares * 8
 
 
+def parts_rows(n: int, shares: int, splits: int, lo: int, hi: int) -> tuple[int, int]:
+    """The rows that the parts [lo, hi) have together."""
+    return part_rows(n, shares, splits, lo)[0], part_rows(n, shares, splits, hi - 1)[1]
+
+
 @register_jitable(error_model="numpy")
 def tile_rows(tiles, n, k, shares, splits, part, x, out):
     """A part's sums over its k: the rows' products with x (bf16 [k] at an address), f32 from `out` on.
@@ -261,6 +266,13 @@ def inverse_rms64(squares: Array | None, k: int, eps: float) -> float:
     return 1.0 if squares is None else float(1.0 / np.sqrt(squares.sum() / k + eps))
 
 
+def product64(
+    x: Array, tiles: Array, squares: Array | None, n: int, k: int, shares: int, eps: float
+) -> Array:  # fmt: skip
+    """W x [n] of tiles that no split cuts, times `inverse_rms64`, in float64."""
+    return unpacked_tiles(tiles, n, k, shares) @ x * inverse_rms64(squares, k, eps)
+
+
 def check_squares(name: str, found: Type, k: int) -> None:
     """Raise where these are not the sums of squares of k elements."""
     if found != f32(squares_of(k)):
@@ -271,6 +283,14 @@ def check_eps(name: str, eps: float) -> None:
     """Raise where nothing may be divided by the root of a mean square and this."""
     if not (eps >= 0.0 and math.isfinite(eps)):
         raise GraphError(f"{name}: eps", wanted=">= 0", found=eps)
+
+
+def check_product(name: str, dims: Dims, n: int, k: int, shares: int, eps: float) -> None:
+    """Raise where x, tiles, squares and eps are not those of a normalised product with a matrix [n, k]."""
+    check_tiles(name, n, k, shares)
+    check_operands(name, dims, n, k)
+    check_squares(name, dims.like("squares"), k)
+    check_eps(name, eps)
 
 
 def product_cost(n: int, k: int, others: Sequence[Type], results: Sequence[Type], weights: int = 0) -> Cost:
@@ -382,7 +402,7 @@ class TiledMatmul(Operator):
         width, ways, found = 2 if out else 4, max(splits, 1), []
         while lo < hi:  # up to the end of a share, or whole shares
             end = hi - hi % ways if lo % ways == 0 and hi - lo >= ways else min(hi, lo - lo % ways + ways)
-            first, last = part_rows(n, shares, splits, lo)[0], part_rows(n, shares, splits, end - 1)[1]
+            first, last = parts_rows(n, shares, splits, lo, end)
             lines = ways if lo % ways == 0 and end - lo >= ways else end - lo
             found.append(Extent(width * (lo % ways * n + first), width * (last - first), lines, width * n))
             lo = end

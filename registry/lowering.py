@@ -17,16 +17,18 @@ from wpk.zoo.build import build_graph
 from wpk.zoo.spec import ModelSpec
 
 
-def lowered_beat(spec: ModelSpec, target: Target, context: int | None = None) -> Lowered:
-    """One beat's phases, as that target runs them."""
+def lowered_beat(spec: ModelSpec, target: Target, context: int | None = None, capacity: int | None = None) -> Lowered:
+    """One beat's phases, as that target runs them; with a capacity, cut for that many sessions."""
     graph = build_graph(spec, context=spec.context if context is None else context)
-    return lower_beat(graph, Selection(spec.operators, LIBRARY), target, spec.clock.steps_per_beat)
+    library = Selection(spec.operators, LIBRARY)
+    return lower_beat(graph, library, target, spec.clock.steps_per_beat, capacity=capacity)
 
 
 def recompiled(manifest: Manifest, program: Program) -> Sequence[Phase] | None:
     """The phases of the same model compiled now; None where they are no longer this program's."""
     try:
-        phases = lowered_beat(find_model(manifest.model), find_target(manifest.target), manifest.context).phases
+        spec, target = find_model(manifest.model), find_target(manifest.target)
+        phases = lowered_beat(spec, target, manifest.context, manifest.capacity).phases
     except WpkError:
         return None
     made = [(f"{p.operator.name}@{p.operator.version}", p.label) for p in phases]
