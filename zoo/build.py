@@ -7,13 +7,13 @@ from typing import NoReturn, TypedDict
 
 from wpk.ir.errors import GraphError, SpecError
 from wpk.ir.graph import Graph, GraphBuilder, StateKind, Value
-from wpk.ir.types import Type
+from wpk.ir.types import INTEGERS, Type
 from wpk.ops import LIBRARY
 from wpk.ops.operator import OperatorLibrary
 from wpk.ops.requirements import Selection
 from wpk.zoo.component import Component
 from wpk.zoo.problems import Problem, close_hint, spec_error
-from wpk.zoo.spec import ModelSpec
+from wpk.zoo.spec import Feedback, ModelSpec, OutputPort
 from wpk.zoo.tensors import TensorMap, Tensors
 from wpk.zoo.wiring import read_by
 
@@ -34,23 +34,24 @@ def build_graph(spec: ModelSpec, *, context: int = 1, library: OperatorLibrary =
     g = GraphBuilder(spec.name, Selection(spec.operators, library), context)
     mapping = TensorMap(spec.tensors)
     values = {name: g.input(name, port.type) for name, port in spec.ports.inputs.items()}
+    values |= {name: _before(g, name, entry) for name, entry in spec.feedback.items()}
     for index, component in enumerate(spec.components):
         references = read_by(spec.components, index, tuple(spec.ports.inputs))
         inputs = tuple(values[reference] for reference in references)
         values |= _build_component(g, spec, index, component, inputs, mapping)
     problems = []
     for name, port in spec.ports.outputs.items():
-        made = values[port.source]
-        if made.type != port.type:
-            place = ("ports", "outputs", name, "type")
-            problems.append(Problem(place, f"{port.source!r} gives another type", str(made.type), str(port.type)))
-        elif made.weight:
-            place = ("ports", "outputs", name, "from")
-            problems.append(
-                Problem(place, f"{port.source!r} does not depend on the input", "a session's value", "a weight")
-            )
+        problem = _misfit(("ports", "outputs", name), port, values[port.source])
+        if problem:
+            problems.append(problem)
         else:
-            g.output(name, made)
+            g.output(name, values[port.source])
+    for name, entry in spec.feedback.items():
+        problem = _misfit(("feedback", name), entry, values[entry.source])
+        if problem:
+            problems.append(problem)
+        else:
+            g.update(_state(name), values[entry.source])
     for path in mapping.unused:
         hint = close_hint(path, mapping.parameters)
         wanted = ", ".join(mapping.parameters) or "no parameters"
@@ -60,13 +61,35 @@ def build_graph(spec: ModelSpec, *, context: int = 1, library: OperatorLibrary =
     return g.build()
 
 
+def _state(feedback: str) -> str:
+    return f"feedback.{feedback}"
+
+
+def _before(g: GraphBuilder, name: str, entry: Feedback) -> Value:
+    """What a component gave in the step before."""
+    dtype = entry.type.dtype
+    value = int(entry.initial) if dtype in INTEGERS else entry.initial
+    initial = g.op("full", shape=entry.type.shape, value=value, dtype=dtype.value) if value else None
+    return g.register(_state(name), entry.type, initial)
+
+
+def _misfit(place: tuple[str, ...], port: OutputPort | Feedback, made: Value) -> Problem | None:
+    """What is wrong where a port or feedback takes this value."""
+    if made.type != port.type:
+        return Problem((*place, "type"), f"{port.source!r} gives another type", str(made.type), str(port.type))
+    if made.weight:
+        what = f"{port.source!r} does not depend on the input"
+        return Problem((*place, "from"), what, "a session's value", "a weight")
+    return None
+
+
 def _build_component(
     g: GraphBuilder, spec: ModelSpec, index: int, component: Component, inputs: tuple[Value, ...], mapping: TensorMap
 ) -> dict[str, Value]:
     """The component's outputs under "NAME" and "NAME.OUTPUT"."""
     try:
         with g.scope(component.name):
-            built = component.build(g, inputs, Tensors(g, component.name, mapping))
+            built = component.build(g, inputs, Tensors(g, component.name, mapping, spec.policy_of(component)))
     except GraphError as error:
         where = f"components[{index}]: {error.message.removeprefix(f'{g.name}: ')}"
         raise SpecError(

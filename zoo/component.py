@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from wpk.ir.errors import GraphError, SpecError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.zoo.problems import Problem, close_hint, problem_error
-from wpk.zoo.tensors import Tensors
+from wpk.zoo.tensors import Policy, Tensors
 
 ENTRY_POINTS = "wpk.components"
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$", max_length=64)]
@@ -41,7 +41,6 @@ Reference = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*(\.[a-z0
 Size = Annotated[int, Field(strict=True, ge=1, le=1 << 24)]
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 24)]
 ActivationName = Literal["none", "relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh", "softplus"]
-Policy = Literal["f32", "bf16"]
 Built = Value | dict[str, Value]
 
 

@@ -154,8 +154,10 @@ def _field(model: type[BaseModel], key: int | str) -> FieldInfo | None:
 
 
 def _is_mapping_key(loc: Location, index: int) -> bool:
-    """Whether the part is a key of a mapping in a spec: a port's, a tensor's, an operator's name."""
-    return (loc[0] in ("tensors", "operators") and index == 1) or (loc[0] == "ports" and index == 2)
+    """Whether the part is a key of a mapping in a spec: the name of a port, a tensor, an operator, a feedback."""
+    return (loc[0] in ("tensors", "operators", "feedback") and index == 1) or (
+        loc[0] in ("ports", "precision") and index == 2
+    )
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -30,10 +30,10 @@ from pydantic import (
 
 from wpk.ir.errors import GraphError, SpecError
 from wpk.ir.types import DType, Type, parse_type
-from wpk.zoo.component import Component, Count, Name, Policy, Reference, Size, installed_kinds, parse_component
+from wpk.zoo.component import Component, Count, Name, Reference, Size, installed_kinds, parse_component
 from wpk.zoo.problems import Problem, problems_of, raise_problems, spec_error
 from wpk.zoo.sources import Source
-from wpk.zoo.tensors import TensorEntry
+from wpk.zoo.tensors import Policy, TensorEntry
 from wpk.zoo.wiring import wiring_problems
 
 MAX_BYTES = 1 << 20  # of a spec's text
@@ -123,14 +123,28 @@ class Ports(_Part):
     outputs: Annotated[dict[Name, OutputPort], Field(min_length=1)]
 
 
+class Feedback(_Part):
+    """What a component gave one step before, under a name that components may read like an input port.
+
+    from: COMPONENT or COMPONENT.OUTPUT. initial: every value in a session's first step.
+    """
+
+    type: TypeField
+    source: Reference = Field(alias="from")
+    initial: Annotated[float, Field(ge=-1e9, le=1e9)] = 0.0
+
+
 class Precision(_Part):
     """f32: weights, state and arithmetic in float32.
 
     bf16: in components that offer it, matrices, what they multiply, and caches are bf16; products sum in f32, and
     norms, recurrent state and the residual stream stay f32. Other components are as under f32.
+
+    components: another policy for components of these names.
     """
 
     policy: Policy = "f32"
+    components: dict[Name, Policy] = {}
 
 
 class SegmentEvents(_Part):
@@ -193,6 +207,7 @@ class ModelSpec(_Part):
     clock: Clock
     context: Size = 1
     ports: Ports
+    feedback: dict[Name, Feedback] = {}
     components: Annotated[
         tuple[Annotated[SerializeAsAny[Component], BeforeValidator(_component)], ...], Field(min_length=1)
     ]
@@ -207,7 +222,7 @@ class ModelSpec(_Part):
         raise_problems(
             self.name,
             [
-                *wiring_problems(self.ports, self.components),
+                *wiring_problems(self.ports, self.components, self.feedback),
                 *self._port_problems(),
                 *self._precision_problems(),
                 *self._event_problems(),
@@ -216,13 +231,22 @@ class ModelSpec(_Part):
         return self
 
     def _precision_problems(self) -> list[Problem]:
-        policy = self.precision.policy
-        refusing = {part.kind: " or ".join(part.POLICIES) for part in self.components if policy not in part.POLICIES}
-        place = ("precision", "policy")
-        return [
-            Problem(place, f"kind {kind!r} has no {policy} arithmetic yet", offered, policy)
-            for kind, offered in refusing.items()
+        names, others = {part.name for part in self.components}, self.precision.components
+        problems = [
+            Problem(("precision", "components", name), f"no component is called {name!r}", ", ".join(sorted(names)))
+            for name in others
+            if name not in names
         ]
+        refusing = {part.name: part for part in self.components if self.policy_of(part) not in part.POLICIES}
+        for name, part in refusing.items():
+            place = ("precision", *(("components", name) if name in others else ("policy",)))
+            policy, offered = self.policy_of(part), " or ".join(part.POLICIES)
+            problems.append(Problem(place, f"kind {part.kind!r} has no {policy} arithmetic yet", offered, policy))
+        return problems
+
+    def policy_of(self, part: Component) -> Policy:
+        """The precision of one of its components."""
+        return self.precision.components.get(part.name, self.precision.policy)
 
     def _port_problems(self) -> list[Problem]:
         found = []

@@ -14,14 +14,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
-from wpk.ir.types import Type
+from wpk.ir.types import DType, Type
 
+Policy = Literal["f32", "bf16"]
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 _Size = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]
@@ -125,10 +126,10 @@ class TensorMap:
 
 
 class Tensors:
-    """The parameters of one component, by their names inside it."""
+    """The parameters of one component, by their names inside it. policy: the precision of the component."""
 
-    def __init__(self, g: GraphBuilder, component: str, mapping: TensorMap) -> None:
-        self._g, self._component, self._mapping = g, component, mapping
+    def __init__(self, g: GraphBuilder, component: str, mapping: TensorMap, policy: Policy = "f32") -> None:
+        self._g, self._component, self._mapping, self.policy = g, component, mapping, policy
 
     def get(self, parameter: str, type: Type) -> Value:
         """The weight of that name and type, such as ("0.weight", f32(64, 43)). Raises GraphError."""
@@ -141,6 +142,10 @@ class Tensors:
                     raise
                 where = f"{self._g.name}: {self._g.label}"
                 raise GraphError(f"{where}: {error.message}", wanted=error.wanted, found=error.found) from None
+
+    def matrix(self, parameter: str, *shape: int) -> Value:
+        """A weight stored as the policy says: bf16 or f32."""
+        return self.get(parameter, Type(DType(self.policy), shape))
 
 
 def _ref(entry: str | TensorRef) -> TensorRef:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from wpk.zoo.component import Component
@@ -29,12 +30,18 @@ def read_by(components: Sequence[Component], index: int, inputs: Sequence[str]) 
     return (components[index - 1].name if index else inputs[0],)
 
 
-def wiring_problems(ports: _Ports, components: Sequence[Component]) -> list[Problem]:
-    """All that is wrong with names and references: duplicates, unknown ones, wrong number, cycles, order, dead ends."""
-    problems = _duplicates(ports, components)
+def wiring_problems(
+    ports: _Ports, components: Sequence[Component], feedback: Mapping[str, _Output] = MappingProxyType({})
+) -> list[Problem]:
+    """All that is wrong with names and references: duplicates, unknown ones, wrong number, cycles, order, dead ends.
+
+    feedback: names that stand for what a component gave one step before.
+    """
+    problems = _duplicates(ports, components, feedback)
     if problems:
         return problems
     inputs = tuple(ports.inputs)
+    given = (*inputs, *feedback)
     outputs_of = {c.name: c.outputs() for c in components}
     place = {c.name: i for i, c in enumerate(components)}
     reads: dict[str, list[str]] = {}
@@ -51,7 +58,7 @@ def wiring_problems(ports: _Ports, components: Sequence[Component]) -> list[Prob
             problems.append(Problem(where, f"number of inputs of {component.kind!r}", wanted, str(len(references))))
         reads[component.name] = []
         for reference in references:
-            problem = _unknown(where, reference, inputs, outputs_of)
+            problem = _unknown(where, reference, given, outputs_of)
             if problem:
                 problems.append(problem)
             else:
@@ -60,6 +67,9 @@ def wiring_problems(ports: _Ports, components: Sequence[Component]) -> list[Prob
         problem = _unknown(("ports", "outputs", name, "from"), port.source, (), outputs_of)
         problems += [problem] if problem else []
         used.add(port.source.partition(".")[0])
+    for name, entry in feedback.items():
+        problem = _unknown(("feedback", name, "from"), entry.source, (), outputs_of)
+        problems += [problem] if problem else []
     cycle = _cycle(reads)
     if cycle:
         path = " -> ".join(reversed(cycle))
@@ -71,11 +81,19 @@ def wiring_problems(ports: _Ports, components: Sequence[Component]) -> list[Prob
                 hint = f"Move {read!r} before {component.name!r}."
                 later = f"{component.name!r} reads {read!r}, which comes after it"
                 problems.append(Problem(("components", index, "input"), later, "a component before it", read, hint))
-    return problems or _dead_ends(components, inputs, reads, used)
+    returns = {name: entry.source.partition(".")[0] for name, entry in feedback.items()}
+    return problems or _dead_ends(components, inputs, reads, used, returns)
 
 
-def _duplicates(ports: _Ports, components: Sequence[Component]) -> list[Problem]:
-    problems, seen = [], {name: "an input port" for name in ports.inputs}
+def _duplicates(
+    ports: _Ports, components: Sequence[Component], feedback: Mapping[str, _Output]
+) -> list[Problem]:  # fmt: skip
+    problems = [
+        Problem(("feedback", name), f"the name {name!r} is taken", "distinct names", "an input port")
+        for name in feedback
+        if name in ports.inputs
+    ]
+    seen = dict.fromkeys(ports.inputs, "an input port") | dict.fromkeys(feedback, "feedback")
     for index, component in enumerate(components):
         if component.name in seen:
             hint = "Give it a `name` of its own."
@@ -122,21 +140,29 @@ def _cycle(reads: Mapping[str, Sequence[str]]) -> list[str] | None:
 
 
 def _dead_ends(
-    components: Sequence[Component], inputs: Sequence[str], reads: Mapping[str, Sequence[str]], used: set[str]
+    components: Sequence[Component],
+    inputs: Sequence[str],
+    reads: Mapping[str, Sequence[str]],
+    used: set[str],
+    returns: Mapping[str, str],
 ) -> list[Problem]:
-    """Components and input ports that no output depends on."""
-    live = set(used)
-    for component in reversed(components):
-        if component.name in live:
-            live.update(reads[component.name])
+    """Components, input ports and feedback that no output depends on. returns: feedback -> the component it is from."""
+    sources = {**reads, **{name: (source,) for name, source in returns.items()}}
+    live, waiting = set[str](), list(used)
+    while waiting:
+        name = waiting.pop()
+        if name not in live:
+            live.add(name)
+            waiting += sources.get(name, ())
     problems = [
         Problem(("components", index, "name"), f"no output depends on {component.name!r}", "a reader", "none")
         for index, component in enumerate(components)
         if component.name not in live
     ]
     problems += [
-        Problem(("ports", "inputs", name), f"no output depends on the input {name!r}", "a reader", "none")
-        for name in inputs
+        Problem((*place, name), f"no output depends on {what} {name!r}", "a reader", "none")
+        for place, what, names in ((("ports", "inputs"), "the input", inputs), (("feedback",), "the feedback", returns))
+        for name in names
         if name not in live
     ]
     return problems

@@ -11,6 +11,7 @@ import pytest
 
 from tests.zoo.specs import chain, random_weights, run
 from wpk.ir.errors import SpecError
+from wpk.ir.types import bf16
 from wpk.zoo.build import build_graph, expected_tensors, state_bytes
 from wpk.zoo.component import installed_kinds
 from wpk.zoo.spec import ModelSpec
@@ -185,6 +186,26 @@ def test_embedding() -> None:
     spec = chain([{"kind": "embedding", "entries": 5, "units": 3}], {"x": "i32[2]"}, "f32[2,3]")
     table = RNG.standard_normal((5, 3))
     same(run(spec, np.array([4, 0]), weights={"embedding.weight": table}), [table[[4, 0]]])
+
+
+def embedding_sum(second: str = "i32[]", **changes: Any) -> ModelSpec:
+    part = {"kind": "embedding_sum", "entries": 5, "units": 3, "scales": [1.0, 2.0], "input": ["x", "a", "b"]}
+    inputs = {"x": "f32[3]", "a": "i32[]", "b": second}
+    return chain([part | changes], inputs, "f32[3]", precision={"policy": "bf16"})
+
+
+def test_embeddings_of_tokens_are_added_to_features() -> None:
+    table, x = RNG.standard_normal((5, 3)), RNG.standard_normal(3)
+    given = {"x": x, "a": np.array(4), "b": np.array(1)}
+    same(run(embedding_sum(), given, weights={"embedding_sum.weight": table}), [x + table[4] + 2 * table[1]])
+    assert expected_tensors(embedding_sum()) == {"embedding_sum.weight": bf16(5, 3)}
+
+
+def test_every_token_of_a_sum_of_embeddings_has_a_scale() -> None:
+    with pytest.raises(SpecError, match="wanted features and 1 tokens as `input`, found 3 inputs"):
+        embedding_sum(scales=[1.0])
+    with pytest.raises(SpecError, match="embedding_sum: a token"):
+        build_graph(embedding_sum("f32[3]"))
 
 
 # --- convolutions -------------------------------------------------------------------------------------------------

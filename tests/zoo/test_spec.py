@@ -322,3 +322,25 @@ def test_tags_on_values_that_do_not_fit_are_spec_errors(value: str) -> None:
     with pytest.raises(SpecError, match=r"mine\.yaml is no YAML of a spec") as caught:
         ModelSpec.from_yaml(f"name: {value}\n", "mine.yaml")
     assert caught.value.wanted and caught.value.found
+
+
+# --- precision ----------------------------------------------------------------------------------------------------
+def test_a_component_may_have_a_precision_of_its_own() -> None:
+    spec = ModelSpec.from_data(small(precision={"policy": "bf16", "components": {"head": "f32"}}))
+    assert {part.name: spec.policy_of(part) for part in spec.components} == {
+        "audio_window": "bf16", "spectrum": "bf16", "magnitude": "bf16", "log": "bf16", "lstm": "bf16", "head": "f32",
+    }  # fmt: skip
+    assert ModelSpec.from_yaml(spec.to_yaml()) == spec
+
+
+@pytest.mark.parametrize(
+    ("components", "says"),
+    [
+        ({"haed": "f32"}, "precision.components.haed: no component is called 'haed'"),
+        ({"head": "f16"}, "precision.components.head: a value that does not fit"),
+    ],
+)
+def test_a_precision_of_nothing_is_refused(components: dict[str, str], says: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        ModelSpec.from_data(small(precision={"policy": "bf16", "components": components}))
+    assert says in str(refused.value)

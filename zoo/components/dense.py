@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
-from wpk.ir.types import f32
+from wpk.ir.types import f32, i32
 from wpk.zoo.component import ActivationName, Component, Size, component, expect_rank
 from wpk.zoo.tensors import Tensors
 
 _Eps = Annotated[float, Field(gt=0.0, le=1.0)]
+_Scale = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 @component("dense")
@@ -81,3 +83,38 @@ class Embedding(Component):
 
     def build(self, g: GraphBuilder, inputs: tuple[Value, ...], tensors: Tensors) -> Value:
         return g.op("embedding", inputs[0], tensors.get("weight", f32(self.entries, self.units)))  # type: ignore[no-any-return]
+
+
+@component("embedding_sum")
+class EmbeddingSum(Component):
+    """Features and the embeddings of tokens in one sum: f32[units] and i32[] a scale -> f32[units].
+
+    The first input are the features; each further one is a token, whose row of the table is multiplied by its scale.
+    The sum runs from the left, in f32.
+    Parameter weight [entries, units], stored as the precision policy says; all tokens share it.
+    """
+
+    ARITY: ClassVar[tuple[int, int]] = (2, 64)
+
+    entries: Size
+    units: Size
+    scales: Annotated[tuple[_Scale, ...], Field(min_length=1, max_length=63)]
+
+    @model_validator(mode="after")
+    def _scales_every_token(self) -> EmbeddingSum:
+        tokens = len(self.references or ()) - 1
+        if tokens != len(self.scales):
+            raise ValueError(f"wanted features and {len(self.scales)} tokens as `input`, found {tokens + 1} inputs")
+        return self
+
+    def build(self, g: GraphBuilder, inputs: tuple[Value, ...], tensors: Tensors) -> Value:
+        total, *tokens = inputs
+        if total.type != f32(self.units):
+            raise GraphError("embedding_sum: features", wanted=f32(self.units), found=total.type)
+        table = tensors.matrix("weight", self.entries, self.units)
+        for token, scale in zip(tokens, self.scales, strict=True):
+            if token.type != i32():
+                raise GraphError("embedding_sum: a token", wanted=i32(), found=token.type)
+            row = g.op("embedding", token, table)
+            total = g.op("add", total, row if scale == 1.0 else g.op("affine", row, scale=scale))
+        return total

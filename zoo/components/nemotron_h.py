@@ -10,8 +10,8 @@ from pydantic import Field, StringConstraints, model_validator
 from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import bf16, f32, i32
-from wpk.zoo.component import Built, Component, Policy, Size, component, reshape
-from wpk.zoo.tensors import Tensors
+from wpk.zoo.component import Built, Component, Size, component, reshape
+from wpk.zoo.tensors import Policy, Tensors
 
 _Pattern = Annotated[str, StringConstraints(pattern=r"^[M*-]+$", max_length=1024)]
 _Head = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)]
