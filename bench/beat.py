@@ -199,11 +199,12 @@ def original_files(spec: ModelSpec) -> dict[str, Path]:
 
 def _beats(cohort: Cohort) -> Side:
     """A beat of the full cohort on noise; another frame each time."""
-    sessions = [cohort.join() for _ in range(cohort.capacity)]
+    sessions = [cohort.join(seed=number) for number in range(cohort.capacity)]
     rng = np.random.default_rng(0)
     ports = {
         name: noise(port, rng, FRAMES, len(sessions), cohort.spec.clock.steps_per_beat)
         for name, port in cohort.spec.ports.inputs.items()
+        if port.kind != "seed"
     }
     inputs = [
         {session: {name: rows[frame, i] for name, rows in ports.items()} for i, session in enumerate(sessions)}

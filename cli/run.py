@@ -62,6 +62,9 @@ def run(
     weights: Annotated[
         Path | None, typer.Option("--weights", metavar="PATH", help="A file or folder instead of the model's source.")
     ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, max=(1 << 64) - 1, help="Of each session's random numbers.")
+    ] = 0,
     trace: Trace = None,
     exclusive: Exclusive = False,
     json: JsonFlag = False,
@@ -90,7 +93,7 @@ def run(
             exclusive=exclusive, notice=sink.note,
         ) as cohort:  # fmt: skip
             playback = play(
-                cohort, recordings, realtime=realtime,
+                cohort, recordings, realtime=realtime, seed=seed,
                 progress=lambda beat, beats: report(f"beat {beat} of {beats}", beat, beats),
             )  # fmt: skip
             profile = cohort.profile

@@ -26,12 +26,15 @@ KEPT_DURATIONS = 100_000  # beats that p50 and p99 look back on
 
 
 class Session:
-    """One live conversation in a slot of a cohort. Equal only to itself; invalid after `leave`."""
+    """One live conversation in a slot of a cohort. Equal only to itself; invalid after `leave`.
 
-    __slots__ = ("__weakref__", "_cohort", "slot")
+    seed: what its random numbers follow from, where the model draws any.
+    """
 
-    def __init__(self, cohort: Cohort, slot: int) -> None:
-        self.slot, self._cohort = slot, cohort
+    __slots__ = ("__weakref__", "_cohort", "seed", "slot")
+
+    def __init__(self, cohort: Cohort, slot: int, seed: int) -> None:
+        self.slot, self._cohort, self.seed = slot, cohort, seed
 
     def __repr__(self) -> str:
         return f"<Session in slot {self.slot}>"
@@ -54,7 +57,9 @@ class Cohort:
     def __init__(self, spec: ModelSpec, profile: Manifest, kernel: CpuKernel | CudaKernel) -> None:
         self.spec, self.profile, self._kernel = spec, profile, kernel
         program = kernel.program
-        self._inputs = _port_views(program, kernel.arenas[Arena.IO], Direction.INPUT)
+        inputs = _port_views(program, kernel.arenas[Arena.IO], Direction.INPUT)
+        self._seeds = {n: views for n, views in inputs.items() if spec.ports.inputs[n].kind == "seed"}
+        self._inputs = {n: views for n, views in inputs.items() if n not in self._seeds}
         self._outputs = _port_views(program, kernel.arenas[Arena.IO], Direction.OUTPUT)
         self._sessions: dict[int, Session] = {}
         self._lock = threading.RLock()
@@ -77,15 +82,24 @@ class Cohort:
     def sessions(self) -> tuple[Session, ...]:
         return tuple(self._sessions.values())
 
-    def join(self) -> Session:
-        """A session in the lowest free slot, in the model's initial state; `CapacityError` when there is none."""
+    def join(self, *, seed: int = 0) -> Session:
+        """A session in the lowest free slot, in the model's initial state; `CapacityError` when there is none.
+
+        seed: of its random numbers, 0 to 2^64 - 1. With the same seed and inputs a session gives the same outputs, in
+        whatever slot and company; models that draw no random numbers pass it over.
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+            raise UsageError("the seed of a session", wanted="an int from 0 to 2^64 - 1", found=repr(seed))
+        words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
         with self._lock:
             self._require_open()
             for slot in range(self.capacity):
                 if slot not in self._sessions:
                     self._kernel.reset(slot)
+                    for view in (view for views in self._seeds.values() for view in views):
+                        view[slot] = words
                     set_bit(self._kernel.control.active, slot, True)
-                    self._sessions[slot] = Session(self, slot)
+                    self._sessions[slot] = Session(self, slot, seed)
                     return self._sessions[slot]
         raise CapacityError(
             f"all {self.capacity} slots are taken", capacity=self.capacity, wanted="a free slot",
@@ -103,9 +117,9 @@ class Cohort:
     def beat(self, inputs: Mapping[Session, Mapping[str, Array]] | None = None) -> dict[Session, dict[str, Array]]:
         """Advance every session by one beat.
 
-        inputs: for each session, every input port's array: float32 of the port's shape, steps of the beat one after
-        the other (audio: samples per beat). A session that is not named gets silence (zeros). Returns for every
-        session every output port's array. Bad input is refused before anything moves.
+        inputs: for each session, the array of every input port that is no seed: float32 of the port's shape, steps of
+        the beat one after the other (audio: samples per beat). A session that is not named gets silence (zeros).
+        Returns for every session every output port's array. Bad input is refused before anything moves.
         """
         with self._lock:
             self._require_open()

@@ -113,10 +113,12 @@ def play(
     recordings: Sequence[Recording],
     *,
     realtime: bool = False,
+    seed: int = 0,
     progress: Callable[[int, int], None] = lambda beat, beats: None,
 ) -> Playback:
     """Play all recordings at once; realtime paces the beats by the model's clock, else they follow one another.
 
+    seed: of every session's random numbers, so that a recording's outputs do not depend on which others there are.
     progress(beats done, beats in all). Raises CapacityError where there are more recordings than free slots,
     and SessionError after playing where an output is not finite.
     """
@@ -133,7 +135,7 @@ def play(
     durations = np.zeros(max(beats))
     try:
         for index in range(len(recordings)):
-            live[index] = cohort.join()
+            live[index] = cohort.join(seed=seed)
         schedule = Schedule(length, clock.sample_rate, paced=realtime)
         for beat in range(len(durations)):
             inputs = {s: {port: _frame(recordings[i].samples, beat, length)} for i, s in live.items()}
@@ -167,8 +169,8 @@ def check_capacity(capacity: int, recordings: int) -> None:
 
 
 def audio_input(spec: ModelSpec) -> str:
-    """The name of the model's one input port, which must take audio."""
-    kinds = {name: port.kind for name, port in spec.ports.inputs.items()}
+    """The name of the model's one input port beside seeds, which must take audio."""
+    kinds = {name: port.kind for name, port in spec.ports.inputs.items() if port.kind != "seed"}
     if list(kinds.values()) != ["audio"]:
         raise SpecError(
             f"{spec.name} cannot be fed from recordings alone", wanted="one input port, of kind audio",

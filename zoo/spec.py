@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from wpk.ir.errors import GraphError, SpecError
-from wpk.ir.types import DType, Type, parse_type
+from wpk.ir.types import DType, Type, i32, parse_type
 from wpk.zoo.component import Component, Count, Name, Reference, Size, installed_kinds, parse_component
 from wpk.zoo.problems import Problem, problems_of, raise_problems, spec_error
 from wpk.zoo.sources import Source
@@ -37,6 +37,7 @@ from wpk.zoo.tensors import Policy, TensorEntry
 from wpk.zoo.wiring import wiring_problems
 
 MAX_BYTES = 1 << 20  # of a spec's text
+SEED = i32(2)
 Kinds = Mapping[str, type[Component]]
 Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$", max_length=64)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4000)]
@@ -96,10 +97,13 @@ class Clock(_Part):
 
 
 class InputPort(_Part):
-    """What a session is given every step. sample_rate in hertz, for audio."""
+    """What a session is given every step. sample_rate in hertz, for audio.
+
+    A seed, i32[2], is not given with a step: it is the session's own, said when it joins, and keys its random numbers.
+    """
 
     type: TypeField
-    kind: Literal["audio", "features", "tokens"]
+    kind: Literal["audio", "features", "tokens", "seed"]
     sample_rate: Size | None = None
 
 
@@ -265,6 +269,8 @@ class ModelSpec(_Part):
                     step = f"{self.clock.step_ms:g} ms at {port.sample_rate} Hz"
                     samples = f"{wanted or 'a whole number of samples'}: {step}"
                     found.append(Problem((*place, "type"), "samples of one step", samples, str(port.type)))
+            if port.kind == "seed" and port.type != SEED:
+                found.append(Problem((*place, "type"), "a seed is 64 bits", str(SEED), str(port.type)))
             if isinstance(port, OutputPort) and port.labels and len(port.labels) != port.type.size:
                 wanted_labels = f"{port.type.size}, one for each value of {port.type}"
                 found.append(Problem((*place, "labels"), "number of labels", wanted_labels, str(len(port.labels))))

@@ -13,7 +13,7 @@ import pytest
 from tests.kernel.machine import model, reference
 from tests.zoo.specs import small
 from wpk import registry
-from wpk.ir.errors import CapacityError, KernelError, SessionError
+from wpk.ir.errors import CapacityError, KernelError, SessionError, UsageError
 from wpk.kernel.cpu import CpuKernel
 from wpk.ops.payload import Arena
 from wpk.registry import Cohort, Session
@@ -474,6 +474,62 @@ def test_poison_ends_the_beats_of_a_cohort(load: Load) -> None:
         with pytest.raises(KernelError, match="poison HOST"):
             cohort.beat({session: {"audio": FRAME}})
     assert cohort.stats.beats == 1
+
+
+SEEDED = small(
+    task="text",
+    clock={"sample_rate": 8000, "samples_per_step": 80, "steps_per_beat": 2},
+    ports={
+        "inputs": {"x": {"type": "i32[]", "kind": "tokens"}, "seed": {"type": "i32[2]", "kind": "seed"}},
+        "outputs": {
+            "row": {"type": "f32[2]", "kind": "features", "from": "rows"},
+            "words": {"type": "f32[2,2]", "kind": "features", "from": "words"},
+        },
+    },
+    components=[
+        {"kind": "embedding", "name": "rows", "entries": 9, "units": 2, "input": "x"},
+        {"kind": "embedding", "name": "words", "entries": 9, "units": 2, "input": "seed"},
+    ],
+    tensors={"rows.weight": "table", "words.weight": "table"},
+)
+
+
+def test_a_session_keeps_the_seed_that_it_joined_with(load: Load) -> None:
+    cohort = load(ModelSpec.from_data(SEEDED), capacity=2)
+    first, second = cohort.join(seed=3 << 32 | 5), cohort.join(seed=7)
+    assert (first.seed, second.seed) == (3 << 32 | 5, 7)
+
+    def rows(indices: list[int]) -> list[bytes]:
+        outputs = cohort.beat({second: {"x": np.array(indices)}})
+        words = outputs[second]["words"].reshape(2, 2, 2), outputs[first]["words"].reshape(2, 2, 2)
+        assert all((step == found[0]).all() for found in words for step in found)  # in every step of a beat
+        assert (words[0][0, 0] == outputs[second]["row"][:2]).all()  # low word first
+        return [words[1][0, 0].tobytes(), words[1][0, 1].tobytes(), outputs[second]["row"][:2].tobytes()]
+
+    low, high, _ = rows([7, 0])
+    assert rows([7, 5])[:2] == [low, high]  # a silent session's too
+    cohort.leave(second)
+    second = cohort.join(seed=5)
+    assert rows([5, 0])[2] == low
+    cohort.leave(second)
+    second = cohort.join(seed=3)
+    assert rows([3, 0])[2] == high
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64, 0.5, True, "7"])
+def test_what_is_no_seed_is_refused_and_takes_no_slot(load: Load, seed: Any) -> None:
+    cohort = load()
+    with pytest.raises(UsageError, match="the seed of a session"):
+        cohort.join(seed=seed)
+    assert cohort.free == 4
+
+
+def test_a_seed_is_not_given_with_a_beat(load: Load) -> None:
+    cohort = load(ModelSpec.from_data(SEEDED), capacity=1)
+    session = cohort.join()
+    with pytest.raises(SessionError, match="input ports") as refused:
+        cohort.beat({session: {"x": np.array([1, 2]), "seed": np.array([1, 2])}})
+    assert refused.value.wanted == "x"
 
 
 def test_a_session_is_named_by_its_slot(load: Load) -> None:

@@ -37,6 +37,7 @@ class Fake:
         self.capacity, self.spec, self.delay = capacity, spec(steps_per_beat, delay=delay), delay
         self.heard: dict[int, Any] = {}
         self.sessions: list[int] = []
+        self.seeds: list[int] = []
         self.beats: list[list[int]] = []
         self._next, self._fail_at = 0, fail_at
 
@@ -44,8 +45,9 @@ class Fake:
     def free(self) -> int:
         return self.capacity - len(self.sessions)
 
-    def join(self) -> int:
+    def join(self, *, seed: int = 0) -> int:
         self._next += 1
+        self.seeds.append(seed)
         self.sessions.append(self._next)
         return self._next
 
@@ -134,6 +136,12 @@ def test_a_failing_beat_leaves_no_session_behind() -> None:
     with pytest.raises(RuntimeError, match="stalled"):
         play(cohort, [recording(30), recording(30)])
     assert cohort.sessions == []
+
+
+def test_every_recording_has_the_same_seed() -> None:
+    cohort: Any = Fake(2)
+    play(cohort, [recording(30), recording(10)], seed=9)
+    assert cohort.seeds == [9, 9]
 
 
 def test_progress_counts_beats() -> None:

@@ -324,6 +324,13 @@ def test_tags_on_values_that_do_not_fit_are_spec_errors(value: str) -> None:
     assert caught.value.wanted and caught.value.found
 
 
+def test_a_seed_is_two_words() -> None:
+    ports = small()["ports"]
+    seeded = {"inputs": ports["inputs"] | {"seed": {"type": "i32[1]", "kind": "seed"}}, "outputs": ports["outputs"]}
+    with pytest.raises(SpecError, match=r"ports.inputs.seed.type: a seed is 64 bits; wanted i32\[2\]"):
+        ModelSpec.from_data(small(ports=seeded))
+
+
 # --- precision ----------------------------------------------------------------------------------------------------
 def test_a_component_may_have_a_precision_of_its_own() -> None:
     spec = ModelSpec.from_data(small(precision={"policy": "bf16", "components": {"head": "f32"}}))
