@@ -3,9 +3,12 @@
     vad      {"speech": [probability per step], "segments": [[start_s, end_s], ...]}
     denoise  {"wav": "path", "latency_s": seconds}
     beat     {"beats": [s, ...], "downbeats": [s, ...], "activations": [[probability per label], ...]}
+    asr      {"text": "...", "partials": [[t_s, "..."], ...]}
+    voice    {"wav": "path", "latency_s": seconds}, and for every port of tokens its text, such as "text", "user_text"
 
-Thresholds and distances are data of the spec (`events`). Times are seconds from the start of the recording. A task
-without a rule here gives every output port's values, a list per step.
+A partial text is what a step has made longer, at the step's end. Thresholds and distances are data of the spec
+(`events`). Times are seconds from the start of the recording. A task without a rule here gives every output port's
+values, a list per step.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 from wpk.ir.errors import SpecError
 from wpk.runtime.audio import write_wav
 from wpk.runtime.play import Played
-from wpk.zoo.spec import ModelSpec, PeakEvents, SegmentEvents
+from wpk.zoo.spec import ModelSpec, PeakEvents, SegmentEvents, Vocabulary
 
 Array = NDArray[Any]
 Outputs = dict[str, Any]
@@ -32,7 +35,7 @@ def session_outputs(spec: ModelSpec, played: Sequence[Played], folder: Path) -> 
     An audio file is called RECORDING.MODEL.wav, with a number where two recordings have one name.
     """
     stems = distinct([f"{Path(one.recording.name).stem}.{spec.name}" for one in played])
-    rule = TASKS.get(spec.task, _raw)
+    rule = TASKS[spec.task] if spec.task in TASKS and _is_whole(spec) else _raw
     return [rule(spec, one, folder / f"{stem}.wav") for one, stem in zip(played, stems, strict=True)]
 
 
@@ -53,8 +56,12 @@ def summary(outputs: Outputs) -> str:
         spoken = sum(end - start for start, end in outputs["segments"])
         where = ", ".join(f"{start:.2f}-{end:.2f}" for start, end in outputs["segments"])
         return f"{spoken:.2f} s of speech: {where}" if where else "no speech"
+    texts = [f"{name}: {value!r}" for name, value in outputs.items() if isinstance(value, str) and name != "wav"]
     if "wav" in outputs:
-        return f"{outputs['wav']}, {1e3 * outputs['latency_s']:.0f} ms behind the input"
+        wav = f"{outputs['wav']}, {1e3 * outputs['latency_s']:.0f} ms behind the input"
+        return ", ".join([*texts, wav])
+    if texts:
+        return ", ".join(texts)
     lists = {name: value for name, value in outputs.items() if name not in ("activations", "speech")}
     return ", ".join(f"{len(value)} {name}" for name, value in lists.items())
 
@@ -100,11 +107,44 @@ def _beats(spec: ModelSpec, played: Played, path: Path) -> Outputs:
     return found | {"activations": rows.tolist()}
 
 
+def _recognised(spec: ModelSpec, played: Played, path: Path) -> Outputs:
+    texts = list(spelled(spec))
+    if len(texts) != 1:
+        raise _no_rule(spec, "one output of tokens with a vocabulary")
+    vocabulary, rows = spelled(spec)[texts[0]], played.outputs[texts[0]]
+    step_s = spec.clock.samples_per_step / spec.clock.sample_rate
+    heard, partials = "", list[list[Any]]()
+    for step, row in enumerate(rows.tolist()):
+        if more := vocabulary.spell(row):
+            heard += more
+            partials.append([_seconds((step + 1) * step_s), vocabulary.text(heard)])
+    return {"text": vocabulary.text(heard), "partials": partials}
+
+
+def _conversation(spec: ModelSpec, played: Played, path: Path) -> Outputs:
+    rows = {name: played.outputs[name].ravel().tolist() for name in spelled(spec)}
+    texts = {name: vocabulary.text(vocabulary.spell(rows[name])) for name, vocabulary in spelled(spec).items()}
+    return texts | _audio(spec, played, path)
+
+
+def spelled(spec: ModelSpec) -> dict[str, Vocabulary]:
+    """The output ports whose tokens spell something."""
+    return {name: port.vocabulary for name, port in spec.ports.outputs.items() if port.vocabulary is not None}
+
+
 def _raw(spec: ModelSpec, played: Played, path: Path) -> Outputs:
     return {name: rows.tolist() for name, rows in played.outputs.items()}
 
 
-TASKS: dict[str, Callable[[ModelSpec, Played, Path], Outputs]] = {"vad": _speech, "denoise": _audio, "beat": _beats}
+TASKS: dict[str, Callable[[ModelSpec, Played, Path], Outputs]] = {
+    "vad": _speech, "denoise": _audio, "beat": _beats, "asr": _recognised, "voice": _conversation,
+}  # fmt: skip
+
+
+def _is_whole(spec: ModelSpec) -> bool:
+    """Whether the model gives what its task is about: an encoder or a backbone alone may be a model too."""
+    needed = {"asr": spelled(spec), "voice": [p for p in spec.ports.outputs.values() if p.kind == "audio"]}
+    return bool(needed.get(spec.task, True))
 
 
 def _no_rule(spec: ModelSpec, wanted: str) -> SpecError:

@@ -1,12 +1,14 @@
 """Recordings played through live sessions of a cohort: one session each, at its own length.
 
 Every recording joins before the first beat and leaves after the beat that took its last sample, or gave it back: a
-model with audio out is fed silence until that has come through its latency. What is missing of the last beat is silence
+model with audio out is fed silence until that has come through its latency, and one that answers for as long as its
+spec says. What is missing of the last beat is silence
 too. So a beat serves the recordings that are still running, and outputs belong to whole steps.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ class Played:
     """What a session gave for its recording.
 
     steps: those that took at least one sample of it. outputs: for each port [steps, values per step]; ports of audio
-    go on for the further steps that their latency takes.
+    go on for the further steps that their latency takes, and all of a model that answers while it may.
     """
 
     recording: Recording
@@ -180,11 +182,11 @@ def audio_input(spec: ModelSpec) -> str:
 
 
 def tail_steps(spec: ModelSpec) -> dict[str, int]:
-    """Output port -> steps after the end of a recording in which the rest of it still comes out; 0 but for audio."""
-    return {
-        name: -(-port.latency_samples // spec.clock.samples_per_step) if port.kind == "audio" else 0
-        for name, port in spec.ports.outputs.items()
-    }
+    """Output port -> steps after the end of a recording in which the rest of it still comes out."""
+    clock = spec.clock
+    reply = math.ceil(spec.reply_s * clock.sample_rate / clock.samples_per_step)
+    latencies = {n: port.latency_samples if port.kind == "audio" else 0 for n, port in spec.ports.outputs.items()}
+    return {name: reply + -(-samples // clock.samples_per_step) for name, samples in latencies.items()}
 
 
 def percentiles(durations_ms: NDArray[np.float64]) -> dict[str, float]:

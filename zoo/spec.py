@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -107,11 +107,30 @@ class InputPort(_Part):
     sample_rate: Size | None = None
 
 
+class Vocabulary(_Part):
+    """What tokens spell. pieces: of the tokens 0, 1, ...; in them "\u2581" is a space (SentencePiece).
+
+    silent: tokens that spell nothing, such as padding or a blank; so do those without a piece.
+    """
+
+    pieces: Annotated[tuple[Annotated[str, StringConstraints(max_length=200)], ...], Field(min_length=1)]
+    silent: tuple[Count, ...] = ()
+
+    def spell(self, tokens: Iterable[int]) -> str:
+        """The tokens' pieces one after the other."""
+        return "".join(self.pieces[t] for t in tokens if 0 <= t < len(self.pieces) and t not in self.silent)
+
+    def text(self, spelled: str) -> str:
+        """What pieces say, without spaces at the ends."""
+        return spelled.replace("\u2581", " ").strip()
+
+
 class OutputPort(_Part):
     """What a session gives every step.
 
     from: COMPONENT or COMPONENT.OUTPUT. labels: names of a vector's entries. sample_rate in hertz, for audio.
-    latency_samples: how far, in samples of the clock, it lies behind the input of its step.
+    latency_samples: how far, in samples of the clock, it lies behind the input of its step. vocabulary: what its
+    tokens spell.
     """
 
     type: TypeField
@@ -120,6 +139,7 @@ class OutputPort(_Part):
     labels: tuple[Name, ...] = ()
     sample_rate: Size | None = None
     latency_samples: Count = 0
+    vocabulary: Vocabulary | None = None
 
 
 class Ports(_Part):
@@ -198,7 +218,7 @@ class ModelSpec(_Part):
     says another number. operators: versions that the model may be built with, for operators that it names; others
     may have any. tensors: parameter path COMPONENT.PARAMETER -> tensor of the checkpoint (see `zoo.tensors`).
     ignored_tensors: globs of tensors that the checkpoint holds and the model leaves unused. events: what is read out
-    of the outputs.
+    of the outputs. reply_s: seconds after the end of its input in which a session may still answer.
     """
 
     name: Slug
@@ -220,6 +240,7 @@ class ModelSpec(_Part):
     tensors: dict[str, TensorEntry] = {}
     ignored_tensors: tuple[Text, ...] = ()
     events: Events | None = None
+    reply_s: Seconds = 0.0
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSpec:
@@ -269,6 +290,8 @@ class ModelSpec(_Part):
                     step = f"{self.clock.step_ms:g} ms at {port.sample_rate} Hz"
                     samples = f"{wanted or 'a whole number of samples'}: {step}"
                     found.append(Problem((*place, "type"), "samples of one step", samples, str(port.type)))
+            if isinstance(port, OutputPort) and port.vocabulary and port.kind != "tokens":
+                found.append(Problem((*place, "vocabulary"), "what has a vocabulary are tokens", "tokens", port.kind))
             if port.kind == "seed" and port.type != SEED:
                 found.append(Problem((*place, "type"), "a seed is 64 bits", str(SEED), str(port.type)))
             if isinstance(port, OutputPort) and port.labels and len(port.labels) != port.type.size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,37 @@ def test_beats_hold_all_peaks_and_downbeats_those_named_so() -> None:
     assert found["downbeats"] == pytest.approx([0.0, 0.48])
     assert np.allclose(found["activations"], rows)
     assert summary(found) == "3 beats, 2 downbeats"
+
+
+WORDS = 'vocabulary: {pieces: ["\u2581he", "l", "lo", "\u2581you", "x"], silent: [4]}'
+
+
+def test_recognised_text_grows_with_the_steps_that_spell_something() -> None:
+    model = spec("asr", f'type: "i32[2]", kind: tokens, {WORDS}', 1)
+    rows = np.array([[0, 1], [4, 4], [2, 4], [4, 99], [-1, 3]], np.int32)
+    one = played(np.zeros(len(rows)))
+    (found,) = session_outputs(model, [dataclasses.replace(one, outputs={"out": rows})], Path())
+    assert found["text"] == "hello you"
+    assert found["partials"] == [[0.1, "hel"], [0.3, "hello"], [0.5, "hello you"]]
+    assert summary(found) == "text: 'hello you'"
+    silent = dataclasses.replace(one, outputs={"out": rows[1:2]})
+    assert session_outputs(model, [silent], Path()) == [{"text": "", "partials": []}]
+
+
+def test_a_conversation_is_what_was_said_and_heard(tmp_path: Path) -> None:
+    text = HEAD.format(task="voice", port='type: "f32[100]", kind: audio, sample_rate: 1000', units=100)
+    more = f'text: {{type: "i32[]", kind: tokens, from: head, {WORDS}}}'
+    model = ModelSpec.from_yaml(text.replace("outputs: {out", f"outputs: {{{more}, out"))
+    one = played(np.zeros((2, 100)))
+    one = dataclasses.replace(one, outputs=one.outputs | {"text": np.array([[3], [2]], np.int32)})
+    (found,) = session_outputs(model, [one], tmp_path)
+    assert found == {"text": "youlo", "wav": str(tmp_path / "a.m.wav"), "latency_s": 0.0}
+    assert summary(found).startswith("text: 'youlo', ")
+
+
+def test_only_tokens_have_a_vocabulary() -> None:
+    with pytest.raises(SpecError, match="what has a vocabulary are tokens"):
+        spec("asr", f'type: "f32[1]", kind: features, {WORDS}', 1)
 
 
 def test_a_task_without_a_rule_gives_its_ports() -> None:

@@ -14,7 +14,7 @@ from wpk.runtime.play import Recording, Schedule, audio_input, play
 RATE, STEP = 1000, 10  # 10 ms steps
 
 
-def spec(steps_per_beat: int = 1, kind: str = "audio", delay: int | None = None) -> Any:
+def spec(steps_per_beat: int = 1, kind: str = "audio", delay: int | None = None, reply_s: float = 0.0) -> Any:
     """delay: samples that the port `echo` of audio lies behind, where there is one."""
     outputs = {"sum": SimpleNamespace(kind="features", latency_samples=25)}
     if delay is not None:
@@ -23,6 +23,7 @@ def spec(steps_per_beat: int = 1, kind: str = "audio", delay: int | None = None)
         name="fake",
         clock=SimpleNamespace(sample_rate=RATE, samples_per_step=STEP, steps_per_beat=steps_per_beat),
         ports=SimpleNamespace(inputs={"audio": SimpleNamespace(kind=kind)}, outputs=outputs),
+        reply_s=reply_s,
     )
 
 
@@ -136,6 +137,13 @@ def test_a_failing_beat_leaves_no_session_behind() -> None:
     with pytest.raises(RuntimeError, match="stalled"):
         play(cohort, [recording(30), recording(30)])
     assert cohort.sessions == []
+
+
+def test_a_model_that_answers_is_fed_silence_while_it_may() -> None:
+    cohort: Any = Fake(1)
+    cohort.spec = spec(reply_s=0.045)  # five steps
+    (one,) = play(cohort, [recording(20)]).played
+    assert one.outputs["sum"].ravel().tolist() == [10, 10, 0, 0, 0, 0, 0] and one.steps == 2
 
 
 def test_every_recording_has_the_same_seed() -> None:
