@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from wpk.ir.errors import UsageError
 from wpk.scheduler.program import Program, Role
 
-POSITION = "position"  # the state in which a graph counts the steps of a session
+POSITION = "position"  # the states in which a graph counts the steps of a session, or of a component: NAME.position
 
 
 def start_at(program: Program, image: NDArray[Any], position: int) -> None:
@@ -21,11 +21,13 @@ def start_at(program: Program, image: NDArray[Any], position: int) -> None:
     program counts no steps.
     """
     roles = program.values["role"]
-    found = [i for i, name in enumerate(program.value_names) if name == POSITION and roles[i] == Role.STATE]
+    named = (i for i, name in enumerate(program.value_names) if name.rpartition(".")[2] == POSITION)
+    found = [i for i in named if roles[i] == Role.STATE]
     if not found:
         raise UsageError(
             "this model's beat does not depend on how long a session has lasted", wanted="a state 'position'",
             found="none", hint="Leave --at out.",
         )  # fmt: skip
-    offset = int(program.values[found[0]]["offset"])
-    image[offset : offset + 4] = np.frombuffer(np.int32(position).tobytes(), np.uint8)
+    for index in found:
+        offset = int(program.values[index]["offset"])
+        image[offset : offset + 4] = np.frombuffer(np.int32(position).tobytes(), np.uint8)

@@ -136,7 +136,8 @@ class GraphBuilder:
 
     name: str
     library: Library
-    context: int = 1  # rows that caches have room for
+    context: int = 1  # rows that caches have room for,
+    behind: Mapping[str, int] = field(default_factory=dict)  # and those of a component that starts with steps behind it
     _next: int = 0
     _scope: list[str] = field(default_factory=list)
     _inputs: dict[str, Value] = field(default_factory=dict)
@@ -176,8 +177,12 @@ class GraphBuilder:
         return self.state(name, StateKind.RING, Type(type.dtype, (rows, *type.shape)), initial)
 
     def cache(self, name: str, type: Type, initial: Value | None = None) -> Value:
-        """Rows kept from the session's start, as [context, *type.shape]; `append` writes the next one."""
-        return self.state(name, StateKind.CACHE, Type(type.dtype, (self.context, *type.shape)), initial)
+        """Rows kept from the session's start, as [context, *type.shape]; `append` writes the next one.
+
+        The rows are more where the component, the name up to its first dot, has steps behind it at the start.
+        """
+        rows = self.context + self.behind.get(name.partition(".")[0], 0)
+        return self.state(name, StateKind.CACHE, Type(type.dtype, (rows, *type.shape)), initial)
 
     def state(self, name: str, kind: StateKind, type: Type, initial: Value | None = None) -> Value:
         """Declare a state of a given whole type; components use `register`, `ring` and `cache`."""
@@ -215,8 +220,8 @@ class GraphBuilder:
             raise self._error(f"state {name!r} is updated twice in one step", "one update", "two")
         draft.update = value
 
-    def append(self, name: str, row: Value) -> Value:
-        """Append one row to a cache at the session's position; the cache with that row in it."""
+    def append(self, name: str, row: Value, component: str | None = None) -> Value:
+        """Append one row to a cache at the session's position, or the component's; the cache with that row in it."""
         draft = self._draft(name)
         if draft.kind is not StateKind.CACHE:
             raise self._error(f"state {name!r} is no cache", StateKind.CACHE.value, draft.kind.value)
@@ -225,16 +230,20 @@ class GraphBuilder:
             raise self._error(f"append to cache {name!r}", Type(held.dtype, held.shape[1:]), row.type)
         if draft.update is not None:
             raise self._error(f"cache {name!r} is appended to twice in one step", "one row a step", "two")
-        draft.update = self.op("cache_append", draft.value, row, self.position())
+        draft.update = self.op("cache_append", draft.value, row, self.position(component))
         return draft.update
 
-    def position(self) -> Value:
-        """Steps that this session has made since it joined, i32 scalar; 0 in the first one."""
-        if "position" not in self._states:
-            value = self.register("position", i32())
+    def position(self, component: str | None = None) -> Value:
+        """Steps that this session has made since it joined, i32 scalar; 0 in the first one.
+
+        component: count the steps of that component, which may have some behind it when a session joins.
+        """
+        name = "position" if component is None else f"{component}.position"
+        if name not in self._states:
+            value = self.register(name, i32())
             with self.scope(None):
-                self._draft("position").update = self.op("increment", value, by=1)
-        return self._states["position"].value
+                self._draft(name).update = self.op("increment", value, by=1)
+        return self._states[name].value
 
     # --- operators ----------------------------------------------------------------------------------------------
     def op(self, op: str, *inputs: Value, **attrs: Attribute) -> Any:
@@ -296,8 +305,8 @@ class GraphBuilder:
         return ".".join(self._scope)
 
     def build(self) -> Graph:
-        if not self._outputs:
-            raise self._error("a graph without outputs", "at least one output", "none")
+        if not self._outputs and not self._states:
+            raise self._error("a graph that does nothing", "an output or a state", "neither")
         for name, draft in self._states.items():
             if draft.update is None:
                 raise self._error(f"state {name!r} is never updated", "update or append", "neither")

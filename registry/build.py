@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from wpk.kernel.packing import build_packing
 from wpk.ops import LIBRARY
 from wpk.ops.requirements import Selection
 from wpk.registry.models import find_model
+from wpk.registry.prefill import prefill_programs
 from wpk.registry.profile import SCHEMA, Manifest, OperatorUse, ProfileStore, incompatibilities
 from wpk.registry.settings import Settings, settings
 from wpk.registry.storage import locked, sha256_bytes
@@ -94,20 +95,26 @@ def build(
                 folder = store.write(found, compiled.program.to_bytes(), str(compiled.load), replace=True)
     wanted = machine_code and not (cached and chosen.kind == "cpu")  # which compiles what is lacking as it starts
     note = build_machine_code(found, chosen, where.kernels) if wanted else None
+    for prefill in prefill_programs(spec, context, chosen) if wanted and note is None else ():
+        build_operators(prefill.program.operators, 1, chosen, where.kernels)
     return Built(found, folder, cached, time.monotonic() - started, note)
 
 
 def build_machine_code(manifest: Manifest, target: Target, cache: Path) -> str | None:
     """Everything that loading a profile would compile, into the cache; a note where that cannot be done here."""
-    operators = [f"{use.name}@{use.version}" for use in manifest.operators]
+    if target.kind == "cuda" and not can_build():
+        return "The GPU's kernel is not built here: that takes numba-cuda and ptxas (pip install 'wpk[cu13]')."
+    build_operators([f"{use.name}@{use.version}" for use in manifest.operators], manifest.capacity, target, cache)
+    return None
+
+
+def build_operators(operators: Sequence[str], slots: int, target: Target, cache: Path) -> None:
+    """The machine code that runs these operators (`name@version`) for a program of so many slots, into the cache."""
     if target.kind == "cpu":
         compile_kernel(operators, LOOPS, cache)
-    elif can_build():
-        build_cubin(operators, cache, slots=manifest.capacity)
-        build_packing(cache)
     else:
-        return "The GPU's kernel is not built here: that takes numba-cuda and ptxas (pip install 'wpk[cu13]')."
-    return None
+        build_cubin(operators, cache, slots=slots)
+        build_packing(cache)
 
 
 def _usable(store: ProfileStore, identity: str) -> Manifest | None:

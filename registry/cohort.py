@@ -17,8 +17,9 @@ from wpk.kernel.control import set_bit
 from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cuda import CudaKernel
 from wpk.ops.payload import Arena
+from wpk.registry.ports import Views, port_views
 from wpk.registry.profile import Manifest
-from wpk.scheduler.program import DTYPES, Direction, Program
+from wpk.scheduler.program import Direction, Program
 from wpk.zoo.spec import ModelSpec
 
 Array = NDArray[Any]
@@ -57,10 +58,10 @@ class Cohort:
     def __init__(self, spec: ModelSpec, profile: Manifest, kernel: CpuKernel | CudaKernel) -> None:
         self.spec, self.profile, self._kernel = spec, profile, kernel
         program = kernel.program
-        inputs = _port_views(program, kernel.arenas[Arena.IO], Direction.INPUT)
+        inputs = port_views(program, kernel.arenas[Arena.IO], Direction.INPUT)
         self._seeds = {n: views for n, views in inputs.items() if spec.ports.inputs[n].kind == "seed"}
         self._inputs = {n: views for n, views in inputs.items() if n not in self._seeds}
-        self._outputs = _port_views(program, kernel.arenas[Arena.IO], Direction.OUTPUT)
+        self._outputs = port_views(program, kernel.arenas[Arena.IO], Direction.OUTPUT)
         self._sessions: dict[int, Session] = {}
         self._lock = threading.RLock()
         self._durations: deque[float] = deque(maxlen=KEPT_DURATIONS)
@@ -229,19 +230,7 @@ class Cohort:
             raise KernelError("this cohort is closed", wanted="an open cohort", found="closed")
 
 
-class _Views(list[Array]):
-    """One port: an array [slots, size] for each step of the beat."""
-
-    size: int  # values of one step
-    dtype: np.dtype[Any]
-
-    @property
-    def kinds(self) -> str:
-        """NumPy's kinds of numbers that may be given: whole ones where the port's are."""
-        return "biu" if self.dtype.kind == "i" else "f"
-
-
-def _stacked(rows: Sequence[Array], views: _Views) -> Array | None:
+def _stacked(rows: Sequence[Array], views: Views) -> Array | None:
     """Inputs as finite numbers of the port's dtype [rows, steps, values]; None where one is not that."""
     count, kinds = len(views) * views.size, views.kinds
     try:
@@ -257,7 +246,7 @@ def _stacked(rows: Sequence[Array], views: _Views) -> Array | None:
     return block.reshape(len(rows), len(views), views.size) if sound.all() else None
 
 
-def _misfit(whose: Session, name: str, views: _Views, given: object) -> SessionError:
+def _misfit(whose: Session, name: str, views: Views, given: object) -> SessionError:
     count = len(views) * views.size
     try:
         array = np.asarray(given)
@@ -269,18 +258,3 @@ def _misfit(whose: Session, name: str, views: _Views, given: object) -> SessionE
         f"{whose}: input {name!r} does not fit", wanted=f"{count} finite {views.dtype} values", found=found,
         hint="Pad the last frame of a recording with zeros.",
     )  # fmt: skip
-
-
-def _port_views(program: Program, memory: Array, direction: Direction) -> dict[str, _Views]:
-    found: dict[str, _Views] = {}
-    for name, indices in program.named_ports(direction).items():
-        views = _Views()
-        for index in indices:
-            value = program.values[index]
-            dtype = DTYPES[value["dtype"]].numpy
-            start, stride, size = int(value["offset"]), int(value["stride"]), int(value["size"])
-            rows = memory[start : start + stride * program.slots].reshape(program.slots, stride)
-            views.append(rows[:, :size].view(dtype))
-        views.size, views.dtype = size // dtype.itemsize, dtype
-        found[name] = views
-    return found

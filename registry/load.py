@@ -20,6 +20,7 @@ from wpk.registry.cohort import Cohort
 from wpk.registry.formats import TensorSet
 from wpk.registry.loading import Bytes, fill, fill_arenas
 from wpk.registry.models import find_model
+from wpk.registry.prefill import put_states, run_prefills
 from wpk.registry.profile import ProfileStore
 from wpk.registry.settings import Settings, settings
 from wpk.registry.weights import WeightsStore, check_inventory
@@ -80,15 +81,23 @@ def load(
         require_alone(device, exclusive=exclusive, notice=notice)
         build_machine_code(profile.manifest, chosen, where.kernels)
     tensors = open_weights(spec, weights, where)
-    kernel: CpuKernel | CudaKernel
-    if device is not None:
-        kernel = start_on_gpu(profile.program, profile.load, tensors, device, where.kernels, prepare, trace=trace)
-    else:
-        arenas, image = fill_arenas(profile.program, profile.load, tensors)
+
+    def start(program: Program, load: Graph, prepare: Prepare | None = None) -> CpuKernel | CudaKernel:
+        if device is not None:
+            return start_on_gpu(program, load, tensors, device, where.kernels, prepare, trace=trace)
+        arenas, image = fill_arenas(program, load, tensors)
         if prepare is not None:
-            prepare(profile.program, image)
-        kernel = CpuKernel(profile.program, arenas, image, threads=threads, cache=where.kernels)
-    return Cohort(spec, profile.manifest, kernel)
+            prepare(program, image)
+        return CpuKernel(program, arenas, image, threads=threads, cache=where.kernels)
+
+    states = run_prefills(spec, profile.manifest.context, chosen, tensors, start)
+
+    def prepared(program: Program, image: Bytes) -> None:
+        put_states(program, image, states)
+        if prepare is not None:
+            prepare(program, image)
+
+    return Cohort(spec, profile.manifest, start(profile.program, profile.load, prepared))
 
 
 def start_on_gpu(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypedDict
 
 from wpk.ir.errors import GraphError, SpecError
@@ -12,7 +12,7 @@ from wpk.ops import LIBRARY
 from wpk.ops.operator import OperatorLibrary
 from wpk.ops.requirements import Selection
 from wpk.zoo.component import Component
-from wpk.zoo.problems import Problem, close_hint, spec_error
+from wpk.zoo.problems import Location, Problem, close_hint, spec_error
 from wpk.zoo.spec import Feedback, ModelSpec, OutputPort
 from wpk.zoo.tensors import TensorMap, Tensors
 from wpk.zoo.wiring import read_by
@@ -26,19 +26,16 @@ class StateBytes(TypedDict):
 
 
 def build_graph(spec: ModelSpec, *, context: int = 1, library: OperatorLibrary = LIBRARY) -> Graph:
-    """One step of the model for one session; caches have room for `context` steps.
+    """One step of the model for one session; caches have room for `context` steps, and for those of a prefill.
 
     Raises SpecError where components and ports do not fit together or `tensors` names what is not there,
     OperatorError where the library lacks an operator version that the spec asks for.
     """
-    g = GraphBuilder(spec.name, Selection(spec.operators, library), context)
+    g = GraphBuilder(spec.name, Selection(spec.operators, library), context, spec.behind)
     mapping = TensorMap(spec.tensors)
     values = {name: g.input(name, port.type) for name, port in spec.ports.inputs.items()}
     values |= {name: _before(g, name, entry) for name, entry in spec.feedback.items()}
-    for index, component in enumerate(spec.components):
-        references = read_by(spec.components, index, tuple(spec.ports.inputs))
-        inputs = tuple(values[reference] for reference in references)
-        values |= _build_component(g, spec, index, component, inputs, mapping)
+    _build_components(g, spec, (), spec.components, tuple(spec.ports.inputs), values, mapping)
     problems = []
     for name, port in spec.ports.outputs.items():
         problem = _misfit(("ports", "outputs", name), port, values[port.source])
@@ -52,13 +49,44 @@ def build_graph(spec: ModelSpec, *, context: int = 1, library: OperatorLibrary =
             problems.append(problem)
         else:
             g.update(_state(name), values[entry.source])
-    for path in mapping.unused:
+    for path in _unused(spec, mapping):
         hint = close_hint(path, mapping.parameters)
         wanted = ", ".join(mapping.parameters) or "no parameters"
         problems.append(Problem(("tensors", path), "no component has this parameter", wanted, hint=hint))
     if problems:
         raise spec_error(f"spec {spec.name!r}", problems)
     return g.build()
+
+
+def build_prefill(spec: ModelSpec, name: str, *, context: int = 1, library: OperatorLibrary = LIBRARY) -> Graph:
+    """One step of a prefill of the model: no outputs, and the states of its components under the model's names.
+
+    Its inputs are those of the prefill. context: as for `build_graph`, which must be asked for the same.
+    """
+    prefill = spec.prefill[name]
+    g = GraphBuilder(f"{spec.name}.{name}", Selection(spec.operators, library), context, spec.behind)
+    values = {given: g.input(given, one.type) for given, one in prefill.inputs.items()}
+    where = ("prefill", name)
+    _build_components(g, spec, where, prefill.components, tuple(prefill.inputs), values, TensorMap(spec.tensors))
+    return g.build()
+
+
+def _unused(spec: ModelSpec, mapping: TensorMap) -> list[str]:
+    """Entries of the mapping that no component reads; those for components of a prefill alone are passed over."""
+    own = {part.name for part in spec.components}
+    others = {part.name for one in spec.prefill.values() for part in one.components} - own
+    return [path for path in mapping.unused if path.partition(".")[0] not in others]
+
+
+def _build_components(
+    g: GraphBuilder, spec: ModelSpec, where: Location, components: Sequence[Component], inputs: Sequence[str],
+    values: dict[str, Value], mapping: TensorMap,
+) -> None:  # fmt: skip
+    """Add components in their order; `values` are those that references find, and gain what the components give."""
+    for index, component in enumerate(components):
+        given = tuple(values[reference] for reference in read_by(components, index, inputs))
+        place = ".".join((*map(str, where), f"components[{index}]"))
+        values |= _build_component(g, spec, place, component, given, mapping)
 
 
 def _state(feedback: str) -> str:
@@ -84,32 +112,41 @@ def _misfit(place: tuple[str, ...], port: OutputPort | Feedback, made: Value) ->
 
 
 def _build_component(
-    g: GraphBuilder, spec: ModelSpec, index: int, component: Component, inputs: tuple[Value, ...], mapping: TensorMap
+    g: GraphBuilder, spec: ModelSpec, place: str, component: Component, inputs: tuple[Value, ...], mapping: TensorMap
 ) -> dict[str, Value]:
     """The component's outputs under "NAME" and "NAME.OUTPUT"."""
     try:
         with g.scope(component.name):
             built = component.build(g, inputs, Tensors(g, component.name, mapping, spec.policy_of(component)))
     except GraphError as error:
-        where = f"components[{index}]: {error.message.removeprefix(f'{g.name}: ')}"
+        where = f"{place}: {error.message.removeprefix(f'{g.name}: ')}"
         raise SpecError(
             f"spec {spec.name!r}: {where}", wanted=error.wanted, found=error.found, hint=error.hint
         ) from error
     names = component.outputs()
     outputs: Mapping[str, Value] = built if isinstance(built, dict) else {names[0]: built}
     if tuple(outputs) != names:
-        _broken(spec, index, component, ", ".join(names), ", ".join(outputs))
+        _broken(spec, place, component, ", ".join(names), ", ".join(outputs))
     return {component.name: outputs[names[0]]} | {f"{component.name}.{name}": v for name, v in outputs.items()}
 
 
-def _broken(spec: ModelSpec, index: int, component: Component, wanted: str, found: str) -> NoReturn:
-    message = f"spec {spec.name!r}: components[{index}]: kind {component.kind!r} does not keep its word: outputs"
+def _broken(spec: ModelSpec, place: str, component: Component, wanted: str, found: str) -> NoReturn:
+    message = f"spec {spec.name!r}: {place}: kind {component.kind!r} does not keep its word: outputs"
     raise SpecError(message, wanted=wanted, found=found)
 
 
 def expected_tensors(spec: ModelSpec, library: OperatorLibrary = LIBRARY) -> dict[str, Type]:
     """Every tensor that the checkpoint must hold, by its name there, with the type as stored."""
-    return {port.name: port.value.type for port in build_graph(spec, library=library).weights}
+    graphs = [
+        build_graph(spec, library=library),
+        *(build_prefill(spec, name, library=library) for name in spec.prefill),
+    ]
+    found = {port.name: port.value.type for graph in graphs for port in graph.weights}
+    for prefill in spec.prefill.values():
+        for given in prefill.inputs.values():
+            if given.tensor:
+                found[given.tensor] = Type(given.type.dtype, given.shape or (prefill.steps, *given.type.shape))
+    return found
 
 
 def parameter_count(spec: ModelSpec) -> int:

@@ -7,6 +7,7 @@ is wrong with a text is reported in one SpecError.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
@@ -34,7 +35,7 @@ from wpk.zoo.component import Component, Count, Name, Reference, Size, installed
 from wpk.zoo.problems import Problem, problems_of, raise_problems, spec_error
 from wpk.zoo.sources import Source
 from wpk.zoo.tensors import Policy, TensorEntry
-from wpk.zoo.wiring import wiring_problems
+from wpk.zoo.wiring import reading_problems, wiring_problems
 
 MAX_BYTES = 1 << 20  # of a spec's text
 SEED = i32(2)
@@ -158,6 +159,52 @@ class Feedback(_Part):
     initial: Annotated[float, Field(ge=-1e9, le=1e9)] = 0.0
 
 
+class PrefillInput(_Part):
+    """What components are fed in a prefill, a row a step: written out, or the rows of a tensor of the checkpoint.
+
+    type: of a row. values: all rows' numbers, one after the other. tensor: its name; shape: its shape, where that is
+    not [steps, *row].
+    """
+
+    type: TypeField
+    values: tuple[float, ...] = ()
+    tensor: str = ""
+    shape: tuple[Size, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PrefillInput:
+        if bool(self.values) == bool(self.tensor):
+            raise ValueError("wanted either 'values' or 'tensor'")
+        if self.shape and not self.tensor:
+            raise ValueError("wanted 'shape' with a tensor alone")
+        if len(self.values) % self.type.size:
+            raise ValueError(f"wanted values for whole rows of {self.type}, found {len(self.values)}")
+        return self
+
+
+class Prefill(_Part):
+    """Steps that components of the model have behind them when a session joins: a prompt, a voice.
+
+    They run once, when a profile is loaded, through `components`; what these keep is then the initial state of the
+    model's components of the same names. An entry of `components` is written like one of the model's, or
+    {use: NAME, ...}: the model's component of that name with other fields, its `kind` too. steps: how many.
+    """
+
+    steps: Size
+    inputs: Annotated[dict[Name, PrefillInput], Field(min_length=1)]
+    components: Annotated[
+        tuple[Annotated[SerializeAsAny[Component], BeforeValidator(_component)], ...], Field(min_length=1)
+    ]
+
+    @model_validator(mode="after")
+    def _rows_are_steps(self) -> Prefill:
+        for name, given in self.inputs.items():
+            rows = (math.prod(given.shape) if given.shape else len(given.values)) // given.type.size
+            if (given.values or given.shape) and rows != self.steps:
+                raise ValueError(f"wanted {self.steps} rows of the input {name!r}, found {rows}")
+        return self
+
+
 class Precision(_Part):
     """f32: weights, state and arithmetic in float32.
 
@@ -235,6 +282,7 @@ class ModelSpec(_Part):
     components: Annotated[
         tuple[Annotated[SerializeAsAny[Component], BeforeValidator(_component)], ...], Field(min_length=1)
     ]
+    prefill: dict[Name, Prefill] = {}
     operators: dict[str, Annotated[str, AfterValidator(_specifier)]] = {}
     precision: Precision = Precision()
     tensors: dict[str, TensorEntry] = {}
@@ -242,18 +290,50 @@ class ModelSpec(_Part):
     events: Events | None = None
     reply_s: Seconds = 0.0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _components_used_again(cls, data: Any) -> Any:
+        """Every {use: NAME, ...} of a prefill written out, with the model's component of that name."""
+        if not isinstance(data, dict) or not isinstance(data.get("prefill"), dict):
+            return data
+        own = {c.get("name", c.get("kind")): c for c in data.get("components", ()) if isinstance(c, dict)}
+        return data | {"prefill": {name: _written_out(one, own) for name, one in data["prefill"].items()}}
+
     @model_validator(mode="after")
     def _consistent(self) -> ModelSpec:
         raise_problems(
             self.name,
             [
                 *wiring_problems(self.ports, self.components, self.feedback),
+                *self._prefill_problems(),
                 *self._port_problems(),
                 *self._precision_problems(),
                 *self._event_problems(),
             ],
         )
         return self
+
+    def _prefill_problems(self) -> list[Problem]:
+        found, own = [], {part.name for part in self.components}
+        started: dict[str, str] = {}
+        for name, prefill in self.prefill.items():
+            where = ("prefill", name)
+            problems = reading_problems(where, prefill.components, tuple(prefill.inputs))
+            found += problems
+            mine = [part.name for part in prefill.components if part.name in own]
+            if not mine and not problems:
+                wanted = f"one of {', '.join(sorted(own))}"
+                found.append(Problem((*where, "components"), "no component of the model among them", wanted))
+            for part in mine:
+                if started.setdefault(part, name) != name:
+                    other = f"prefill {started[part]!r}"
+                    found.append(Problem((*where, "components"), f"{part!r} has a start already", "one prefill", other))
+        return found
+
+    @property
+    def behind(self) -> dict[str, int]:
+        """Component -> steps that it has behind it when a session joins."""
+        return {part.name: prefill.steps for prefill in self.prefill.values() for part in prefill.components}
 
     def _precision_problems(self) -> list[Problem]:
         names, others = {part.name for part in self.components}, self.precision.components
@@ -366,6 +446,19 @@ class ModelSpec(_Part):
 
     def to_json(self) -> str:
         return json.dumps(self.to_data(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _written_out(prefill: Any, own: Mapping[Any, Any]) -> Any:
+    if not isinstance(prefill, dict) or not isinstance(prefill.get("components"), list | tuple):
+        return prefill
+    parts = []
+    for part in prefill["components"]:
+        used = own.get(part.get("use")) if isinstance(part, dict) else None
+        if used is not None:
+            given = {k: v for k, v in part.items() if k != "use"}
+            part = {k: v for k, v in used.items() if k != "input"} | {"name": part["use"]} | given
+        parts.append(part)
+    return prefill | {"components": parts}
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from wpk.zoo.component import Component
-from wpk.zoo.problems import Problem, close_hint
+from wpk.zoo.problems import Location, Problem, close_hint
 
 
 class _Output(Protocol):
@@ -37,76 +37,91 @@ def wiring_problems(
 
     feedback: names that stand for what a component gave one step before.
     """
-    problems = _duplicates(ports, components, feedback)
-    if problems:
-        return problems
     inputs = tuple(ports.inputs)
+    problems = [
+        Problem(("feedback", name), f"the name {name!r} is taken", "distinct names", "an input port")
+        for name in feedback
+        if name in inputs
+    ]
+    more, reads = _readings((), components, inputs, tuple(feedback))
+    problems += more
+    if reads is None:
+        return problems
+    outputs_of = {c.name: c.outputs() for c in components}
+    sources: dict[Location, str] = {("ports", "outputs", n, "from"): port.source for n, port in ports.outputs.items()}
+    sources |= {("feedback", name, "from"): entry.source for name, entry in feedback.items()}
+    found = (_unknown(where, source, (), outputs_of) for where, source in sources.items())
+    problems += [problem for problem in found if problem]
+    used = {port.source.partition(".")[0] for port in ports.outputs.values()}
+    returns = {name: entry.source.partition(".")[0] for name, entry in feedback.items()}
+    return problems or _dead_ends(components, inputs, reads, used, returns)
+
+
+def reading_problems(where: Location, components: Sequence[Component], inputs: Sequence[str]) -> list[Problem]:
+    """All that is wrong with what components read, at `where`.components: names, number, cycles, order."""
+    return _readings(where, components, inputs, ())[0]
+
+
+def _readings(
+    where: Location, components: Sequence[Component], inputs: Sequence[str], feedback: Sequence[str]
+) -> tuple[list[Problem], dict[str, list[str]] | None]:
+    """The problems, and what each component reads; None where names or circles forbid to say."""
+    problems = _duplicates(where, components, inputs, feedback)
+    if problems:
+        return problems, None
     given = (*inputs, *feedback)
     outputs_of = {c.name: c.outputs() for c in components}
     place = {c.name: i for i, c in enumerate(components)}
     reads: dict[str, list[str]] = {}
-    used: set[str] = set()
     for index, component in enumerate(components):
-        where = ("components", index, "input")
+        at = (*where, "components", index, "input")
         if component.references is None and index == 0 and len(inputs) > 1:
-            problems.append(Problem(where, f"{component.name!r} must say which input it reads", ", ".join(inputs)))
+            problems.append(Problem(at, f"{component.name!r} must say which input it reads", ", ".join(inputs)))
             continue
         references = read_by(components, index, inputs)
         least, most = component.ARITY
         if not least <= len(references) <= most:
             wanted = f"{least}" if least == most else f"{least} to {most}"
-            problems.append(Problem(where, f"number of inputs of {component.kind!r}", wanted, str(len(references))))
+            problems.append(Problem(at, f"number of inputs of {component.kind!r}", wanted, str(len(references))))
         reads[component.name] = []
         for reference in references:
-            problem = _unknown(where, reference, given, outputs_of)
+            problem = _unknown(at, reference, given, outputs_of)
             if problem:
                 problems.append(problem)
             else:
                 reads[component.name].append(reference.partition(".")[0])
-    for name, port in ports.outputs.items():
-        problem = _unknown(("ports", "outputs", name, "from"), port.source, (), outputs_of)
-        problems += [problem] if problem else []
-        used.add(port.source.partition(".")[0])
-    for name, entry in feedback.items():
-        problem = _unknown(("feedback", name, "from"), entry.source, (), outputs_of)
-        problems += [problem] if problem else []
     cycle = _cycle(reads)
     if cycle:
         path = " -> ".join(reversed(cycle))
-        where = ("components", place[cycle[0]], "input")
-        return [*problems, Problem(where, f"components read each other in a circle: {path}", "no cycle")]
+        at = (*where, "components", place[cycle[0]], "input")
+        return [*problems, Problem(at, f"components read each other in a circle: {path}", "no cycle")], None
     for index, component in enumerate(components):
         for read in reads.get(component.name, ()):
             if place.get(read, -1) > index:
                 hint = f"Move {read!r} before {component.name!r}."
                 later = f"{component.name!r} reads {read!r}, which comes after it"
-                problems.append(Problem(("components", index, "input"), later, "a component before it", read, hint))
-    returns = {name: entry.source.partition(".")[0] for name, entry in feedback.items()}
-    return problems or _dead_ends(components, inputs, reads, used, returns)
+                problems.append(
+                    Problem((*where, "components", index, "input"), later, "a component before it", read, hint)
+                )
+    return problems, reads
 
 
 def _duplicates(
-    ports: _Ports, components: Sequence[Component], feedback: Mapping[str, _Output]
-) -> list[Problem]:  # fmt: skip
-    problems = [
-        Problem(("feedback", name), f"the name {name!r} is taken", "distinct names", "an input port")
-        for name in feedback
-        if name in ports.inputs
-    ]
-    seen = dict.fromkeys(ports.inputs, "an input port") | dict.fromkeys(feedback, "feedback")
+    where: Location, components: Sequence[Component], inputs: Sequence[str], feedback: Sequence[str]
+) -> list[Problem]:
+    problems, seen = [], dict.fromkeys(inputs, "an input port") | dict.fromkeys(feedback, "feedback")
     for index, component in enumerate(components):
         if component.name in seen:
             hint = "Give it a `name` of its own."
             message = f"the name {component.name!r} is taken"
-            problems.append(
-                Problem(("components", index, "name"), message, "distinct names", seen[component.name], hint)
-            )
+            at = (*where, "components", index, "name")
+            problems.append(Problem(at, message, "distinct names", seen[component.name], hint))
         seen.setdefault(component.name, f"components[{index}]")
     return problems
 
 
 def _unknown(
-    where: tuple[str | int, ...], reference: str, inputs: Sequence[str], outputs_of: Mapping[str, tuple[str, ...]]
+    where: Location, reference: str, inputs: Sequence[str], outputs_of: Mapping[str, tuple[str, ...]]
 ) -> Problem | None:
     name, dot, output = reference.partition(".")
     known = (*inputs, *outputs_of)

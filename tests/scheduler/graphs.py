@@ -23,8 +23,8 @@ from wpk.ops.operator import Array
 from wpk.ops.payload import Arena
 from wpk.ops.requirements import Selection
 from wpk.ops.tiles import least_shares
-from wpk.registry.cohort import _port_views
 from wpk.registry.loading import fill_arenas
+from wpk.registry.ports import port_views
 from wpk.registry.settings import settings
 from wpk.scheduler.compile import Compiled, compile_graph, lower_beat
 from wpk.scheduler.fuse import fuse
@@ -321,8 +321,8 @@ class Executed:
         program = compiled.program
         arenas, image = fill_arenas(program, compiled.load, Tensors(weights))  # type: ignore[arg-type]
         self.kernel = CpuKernel(program, arenas, image, threads=2, cache=settings().kernels)
-        self.inputs = _port_views(program, arenas[Arena.IO], Direction.INPUT)
-        self.outputs = _port_views(program, arenas[Arena.IO], Direction.OUTPUT)
+        self.inputs = port_views(program, arenas[Arena.IO], Direction.INPUT)
+        self.outputs = port_views(program, arenas[Arena.IO], Direction.OUTPUT)
         for slot in range(program.slots):
             self.kernel.reset(slot)
             set_bit(self.kernel.control.active, slot, True)

@@ -88,8 +88,8 @@ def test_an_output_that_is_a_weight_is_refused() -> None:
         compiled(parse_graph(text))
 
 
-def test_a_graph_without_outputs_is_refused() -> None:
-    with pytest.raises(GraphError, match="a graph without outputs"):
+def test_a_graph_that_does_nothing_is_refused() -> None:
+    with pytest.raises(GraphError, match="a graph that does nothing"):
         compiled(parse_graph('graph "g" {\n  input %0: f32[6] "x"\n}\n'))
 
 

@@ -259,7 +259,7 @@ def test_state_is_that_of_the_layers() -> None:
     kinds = {s.name.removeprefix("nemotron_h.backbone.layers."): (s.kind, str(s.value.type)) for s in graph().states}
     assert kinds == {
         "0.conv": (StateKind.REGISTER, "bf16[3,768]"), "0.ssm": (StateKind.REGISTER, "f32[8,32,128]"),
-        "2.kv": (StateKind.CACHE, "bf16[7,2,2,64]"), "position": (StateKind.REGISTER, "i32[]"),
+        "2.kv": (StateKind.CACHE, "bf16[7,2,2,64]"), "nemotron_h.position": (StateKind.REGISTER, "i32[]"),
         "4.conv": (StateKind.REGISTER, "bf16[3,768]"), "4.ssm": (StateKind.REGISTER, "f32[8,32,128]"),
     }  # fmt: skip
 

@@ -142,9 +142,9 @@ class NemotronH(Component):
         counts = {"q": heads, "k": groups, "v": groups}
         matrices = [tensors.get(f"{mixer}.{p}_proj.weight", bf16(c * width, x.type.size)) for p, c in counts.items()]
         rows = g.op("linear", x, g.op("concat", *matrices, axis=0))
-        query, cache = g.op("qkv_split", rows, cache, g.position(), scale=1 / math.sqrt(width))
+        query, cache = g.op("qkv_split", rows, cache, g.position(self.name), scale=1 / math.sqrt(width))
         g.replace(name, cache)
-        y = g.op("kv_attention", query, cache, g.position(), heads=heads)
+        y = g.op("kv_attention", query, cache, g.position(self.name), heads=heads)
         return self._product(g, y, tensors, f"{mixer}.o_proj", self.hidden_size)
 
     def _feed_forward(self, g: GraphBuilder, x: Value, tensors: Tensors, layer: str) -> Value:
