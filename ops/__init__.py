@@ -12,6 +12,7 @@ from wpk.ops import (
     linear,
     mamba,
     norm,
+    overlap,
     recurrent,
     reduce,
     shape,
@@ -25,5 +26,5 @@ from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, opera
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
     "attention", "blockwise", "constants", "elementwise", "filterbank", "index", "kv", "kv_attention", "linear",
-    "mamba", "norm", "recurrent", "reduce", "shape", "spectral", "streaming", "tiles", "words",
+    "mamba", "norm", "overlap", "recurrent", "reduce", "shape", "spectral", "streaming", "tiles", "words",
 ]  # fmt: skip

@@ -416,5 +416,6 @@ def test_stateless_kinds_have_no_state() -> None:
 def test_every_built_in_kind_is_tested_here_or_in_a_file_of_its_own() -> None:
     here = Path(__file__)
     own = [kind for kind, cls in installed_kinds().items() if cls.__module__.startswith("wpk.")]
-    files = {kind: path if (path := here.with_name(f"test_{kind}.py")).exists() else here for kind in own}
+    modules = {kind: installed_kinds()[kind].__module__.rpartition(".")[2] for kind in own}
+    files = {kind: path if (path := here.with_name(f"test_{modules[kind]}.py")).exists() else here for kind in own}
     assert [kind for kind in own if f'"{kind}"' not in files[kind].read_text()] == []
