@@ -186,6 +186,33 @@ def check_weights(
     out.verdict(inventory.ok)
 
 
+@app.command("synthesize")
+def synthesize_weights(
+    name: Name,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write.")],
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="The model's own, or 0.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Write a checkpoint of made-up weights: every tensor that a model expects, from a seed."""
+    from wpk.registry import find_model
+    from wpk.registry.weights.synthesize import synthesize
+
+    output = Output(json, quiet)
+    spec = find_model(name)
+    with output.progress() as report:
+        made = synthesize(spec, out, seed=seed, replace=force, progress=report)
+    fields = {"file": str(made.file), "tensors": made.tensors, "values": made.values, "bytes": made.bytes}
+    output.result(
+        {"name": spec.name, "seed": made.seed} | fields,
+        names=[str(made.file)],
+        blocks=[f"{made.file}: {made.tensors} tensors, {made.values:,} values, {size(made.bytes)}, seed {made.seed}"],
+    )
+
+
 @app.command("rm")
 def remove_model(name: Name, json: JsonFlag = False, quiet: QuietFlag = False) -> None:
     """Remove an added model; its weights and profiles stay."""

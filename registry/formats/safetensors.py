@@ -1,4 +1,4 @@
-"""The safetensors format: a JSON header, then the values, which are mapped into memory.
+"""The safetensors format: a JSON header, then the values, which are mapped into memory when they are read.
 
 https://huggingface.co/docs/safetensors: 8 bytes of header length, the header, the data.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,24 @@ def parse_safetensors_header(header: bytes, name: str) -> dict[str, tuple[Tensor
             )
         found[tensor] = (TensorInfo(shape, named), start, end)
     return found
+
+
+def safetensors_header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, list[str]]:
+    """What a file of these tensors begins with, header length included; and the order in which their values follow.
+
+    Values come without gaps, the widest dtypes first, so that each tensor is aligned to its dtype.
+    """
+    known = {named: (ours, np.dtype(bits).itemsize) for ours, (named, bits) in _SAFETENSORS_DTYPES.items()}
+    order = sorted(tensors, key=lambda name: -known[tensors[name].dtype][1])
+    entries, end = {}, 0
+    for name in order:
+        info = tensors[name]
+        dtype, width = known[info.dtype]
+        start, end = end, end + info.size * width
+        entries[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, order
 
 
 class SafetensorsFile(TensorSet):

@@ -197,3 +197,42 @@ def test_check_of_absent_weights_names_them(wpk: Wpk, tiny: str) -> None:
     assert said.code == 1
     assert said.error["type"] == "WeightsError"
     assert "nowhere" in said.error["message"] + str(said.error["found"]) + str(said.error["wanted"])
+
+
+# --- made-up weights
+
+
+def test_synthesize_writes_a_checkpoint_that_check_accepts(wpk: Wpk, tiny: str, tmp_path: Path) -> None:
+    made = wpk("zoo", "synthesize", tiny, "--out", "made.safetensors", "--json").json
+    assert made == {
+        "name": tiny, "seed": 7, "file": "made.safetensors", "tensors": 2, "values": 161,
+        "bytes": (tmp_path / "made.safetensors").stat().st_size,
+    }  # fmt: skip
+    checked = wpk("zoo", "check", tiny, "--weights", "made.safetensors", "--json")
+    assert checked.code == 0 and checked.json["ok"] is True
+    assert wpk("zoo", "synthesize", tiny, "--out", "b.safetensors", "--seed", 8, "-q").out == "b.safetensors\n"
+    assert (tmp_path / "b.safetensors").read_bytes() != (tmp_path / "made.safetensors").read_bytes()
+    assert "2 tensors, 161 values" in wpk("zoo", "synthesize", tiny, "--out", "c.safetensors").out
+
+
+def test_synthesize_replaces_a_file_only_by_force(wpk: Wpk, tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"mine")
+    said = wpk("zoo", "synthesize", tiny, "--out", "w.safetensors", "--json")
+    assert (said.code, said.error["type"]) == (1, "StoreError")
+    assert "--force" in said.error["hint"]
+    assert (tmp_path / "w.safetensors").read_bytes() == b"mine"
+    assert wpk("zoo", "synthesize", tiny, "--out", "w.safetensors", "--force").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "type"),
+    [
+        (("tinny", "--out", "w.safetensors"), 1, "UnknownModelError"),
+        (("tiny", "--out", "w.pt"), 2, "UsageError"),
+        (("tiny", "--out", "w.safetensors", "--seed", "-1"), 2, "UsageError"),
+        (("tiny",), 2, "UsageError"),
+    ],
+)
+def test_synthesize_refuses_by_type(wpk: Wpk, tiny: str, words: tuple[str, ...], code: int, type: str) -> None:
+    said = wpk("zoo", "synthesize", *words, "--json")
+    assert (said.code, said.error["type"]) == (code, type)
