@@ -4,6 +4,7 @@ from wpk.ops import (
     attention,
     blockwise,
     constants,
+    conv2d,
     elementwise,
     filterbank,
     index,
@@ -15,6 +16,7 @@ from wpk.ops import (
     overlap,
     recurrent,
     reduce,
+    relative_attention,
     shape,
     spectral,
     streaming,
@@ -25,6 +27,7 @@ from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, opera
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
-    "attention", "blockwise", "constants", "elementwise", "filterbank", "index", "kv", "kv_attention", "linear",
-    "mamba", "norm", "overlap", "recurrent", "reduce", "shape", "spectral", "streaming", "tiles", "words",
+    "attention", "blockwise", "constants", "conv2d", "elementwise", "filterbank", "index", "kv", "kv_attention",
+    "linear", "mamba", "norm", "overlap", "recurrent", "reduce", "relative_attention", "shape", "spectral",
+    "streaming", "tiles", "words",
 ]  # fmt: skip

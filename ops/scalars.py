@@ -144,6 +144,12 @@ def increment(x, by):
 
 
 @scalar
+def remainder(x, by):
+    """x mod by for by >= 1, from 0 to by - 1: numba's % is Python's on every target."""
+    return INT(x % by)
+
+
+@scalar
 def bf16_bits(x):
     """The upper 16 bits, rounded to nearest even; NaN stays a (quiet) NaN."""
     bits = math32.bits_of(x)

@@ -12,7 +12,7 @@ from wpk.ir.types import DType, Type, boolean
 from wpk.ops import math32, scalars
 from wpk.ops.elementwise import CHUNK, WORDS, Elementwise, Unary
 from wpk.ops.evaluate import rounded_to_bf16
-from wpk.ops.legal import ANY_I32, DTypes, common, first_broken, moved
+from wpk.ops.legal import ANY_I32, POSITIVE, DTypes, common, first_broken, moved
 from wpk.ops.math32 import INT, F
 from wpk.ops.memory import view_f32, view_i32, view_u16
 from wpk.ops.operator import LIBRARY, Array, Body, Dims, Extent, attr, body, operand, operator
@@ -54,6 +54,30 @@ class Increment(Unary):
         return moved(given, (0,))
 
 
+@operator("remainder", version=1)
+class Remainder(Unary):
+    """x mod by, i32, from 0 to by - 1 whatever the sign of x: Python's and NumPy's remainder; by >= 1."""
+
+    x = operand("...", dtypes=DType.I32)
+    by: int = attr()
+    semantic_parameters: ClassVar = {1: POSITIVE}
+
+    def results(self, dims: Dims) -> tuple[Type, ...]:
+        if self.by not in POSITIVE:
+            raise GraphError("remainder: by", wanted="1 to 2^31 - 1", found=self.by)
+        return (dims.like("x"),)
+
+    def meaning(self, x: Array) -> Array:
+        return x % self.by
+
+    def parameters(self, *types: Type) -> tuple[int | float, ...]:
+        return (types[0].size, self.by)
+
+    @classmethod
+    def operand_dtypes(cls, parameters: Sequence[int], given: DTypes) -> DTypes:
+        return moved(given, (0,))
+
+
 @operator("logical_not", version=1)
 class LogicalNot(Unary):
     """not x, bool."""
@@ -68,7 +92,9 @@ class LogicalNot(Unary):
         return moved(given, (0,))
 
 
-for _words, _function in ((Increment, scalars.increment), (LogicalNot, scalars.logical_not)):
+for _words, _function in (
+    (Increment, scalars.increment), (Remainder, scalars.remainder), (LogicalNot, scalars.logical_not)
+):  # fmt: skip
     LIBRARY.add_body(_words, Body(unary_word_body(_function), frozenset({"cpu"})))
 
 

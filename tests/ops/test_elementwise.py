@@ -100,6 +100,20 @@ def test_clamp_keeps_nan_and_refuses_crossed_bounds():
         application("clamp", f32(3), lo=2.0, hi=1.0)
 
 
+@FEW
+@given(shapes, slot_counts, st.sampled_from([1, 2, 71, 2**31 - 1]), st.integers(0, 99))
+def test_remainder(shape, slots, by, seed):
+    check(application("remainder", i32(*shape), by=by), slots=slots, seed=seed)
+
+
+def test_remainder_of_the_ends_of_the_numbers():
+    x = np.array([[-(2**31), -8, -7, -1, 0, 6, 7, 2**31 - 1]], np.int32)
+    (y,) = check(application("remainder", i32(8), by=7), [x], slots=1)
+    assert y.tolist() == [[5, 6, 0, 6, 0, 6, 0, 1]]
+    with pytest.raises(GraphError, match="remainder: by; wanted 1 to"):
+        application("remainder", i32(), by=0)
+
+
 def test_increment_wraps():
     app = application("increment", i32(), by=2)
     (y,) = check(app, [np.array([2**31 - 1], np.int32)], slots=1)

@@ -59,6 +59,7 @@ CASES = [
     Case("less", (12, 1, 12, 0), "iio", 1, {2: FLAG}),
     Case("logical_and", (4, 4, 4, 1), "iio", 1, {0: FLAG, 1: FLAG, 2: FLAG}),
     Case("increment", (4, 1), "io", 1, {0: I32, 1: I32}),
+    Case("remainder", (4, 7), "io", 1, {0: I32, 1: I32}),
     Case("logical_not", (4,), "io", 1, {0: FLAG, 1: FLAG}),
     Case("select", (4, 4), "iiio", 1, {0: FLAG}),
     Case("select", (4, 1), "iiio", 1, {0: FLAG, 1: I32, 2: I32, 3: I32}),
@@ -97,6 +98,9 @@ CASES = [
     Case("depthwise_window", (9, 70, 3, 3, 3, 1, 1), "iwwo", 2),
     Case("ring_shift", (4, 2, 70), "iio", 2),
     Case("attention", (4, 8, 5, 2, 6, 0.3), "issio", 2, {3: I32}),
+    Case("relative_attention", (5, 2, 8, 0.3), "iswio", 2, {3: I32}),
+    Case("conv2d_window", (7, 8, 4, 6, 2, 3 | 3 << 16, 3 | 4 << 16, 2 | 2 << 8, 1), "iww-o", 12),
+    Case("conv2d_window", (7, 8, 4, 4, 4, 3 | 3 << 16, 3 | 4 << 16, 2 | 2 << 8, 1), "iwwio", 12, {3: I32}),
     Case("mamba2_split", (8, 16, 8), "iswos", 4, {1: BF16, 4: BF16}),
     Case("mamba2_projection", (32, 130, 2, 8, 16, 8, 2, 1e-5), "iwiwsos", 2, {0: BF16, 1: BF16, 4: BF16, 6: BF16}),
     Case("mamba2_step", (4, 80, 2, 40), "isos", 8),
@@ -153,6 +157,7 @@ UNSAFE = {
     "a scale that is no number": Case("attention", (4, 8, 5, 2, 6, float("nan")), "issio", 2, {3: I32}),
     "bounds in the wrong order": Case("clamp", (3, 1.0, -1.0), "io"),
     "rows beyond the hop": Case("overlap_add", (8, 9), "iioo"),
+    "groups of no channel": Case("conv2d_window", (7, 8, 4, 6, 3, 3 | 3 << 16, 3 | 4 << 16, 257, 1), "iww-o", 12),
     "a root of a negative number": Case("rms_norm", (3, 8, -1.0, 0.0), "iwo", 3),
 }  # fmt: skip
 
