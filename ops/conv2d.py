@@ -196,11 +196,11 @@ def conv2d_window_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scrat
         x, y = address(record, arenas, 0, slot), address(record, arenas, 4, slot)
         first = np.int64(0)
         if present(record, 3):
-            first = min(max(np.int64(operand_i32(record, arenas, 3, slot, 1)[0]), 0), t)
+            first = min(max(np.int64(operand_i32(record, arenas, 3, slot, 1)[0]), np.int64(0)), t)
         for point in range(part_lo, part_hi):
             line = point // columns
             top, left = line * step_t - pad_t, (point - line * columns) * step_f - pad_f
-            a_lo, a_hi = max(0, first - top), min(a, t - top)
+            a_lo, a_hi = max(np.int64(0), first - top), min(a, t - top)
             b_lo, b_hi = max(0, -left), min(b, f - left)
             for block in range(blocks):
                 for channel in range(block * width, (block + 1) * width, CHANNELS_AT_ONCE):

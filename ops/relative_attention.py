@@ -109,7 +109,7 @@ def relative_attention_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, 
     t, h, d, scale = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter_f32(record, 3)
     scores, distances = view_f32(scratch, ROWS), address(record, arenas, 2, 0)
     for slot in range(slot_lo, slot_hi):
-        newest = max(np.int64(operand_i32(record, arenas, 3, slot, 1)[0]), 0)
+        newest = max(np.int64(operand_i32(record, arenas, 3, slot, 1)[0]), np.int64(0))
         held = min(newest + 1, t)
         last = newest - newest // t * t  # where the newest row lies
         for head in range(part_lo, part_hi):

@@ -23,18 +23,18 @@ TAPS = 3  # of the subsampling, along both axes; it strides by 2
 class FastConformer(Component):
     """A causal encoder without look-ahead: the step's feature columns [subsampling_factor, features] -> [d_model].
 
-    In step n they are columns s (n - 1) + 1 to s n of the stream (s = subsampling_factor, a power of 2; `log_mel`),
+    In step n they are columns s (n - 1) + 1 to s n of the stream (s = subsampling_factor; `log_mel`),
     and outputs: encoded [d_model], frame n; projected [projection] with `projection`.
 
-    A frame takes three stages of strided convolutions, causal with 2 zeros before and 1 after (dw_striding), then
-    `layers` of half a feed-forward, attention over the last `left_context` frames and itself with relative positions
-    (Dai et al. 2019), a convolution over the last `conv_kernel_size` frames, half a feed-forward and a norm.
+    A frame takes log2 s stages of convolutions that stride by 2, causal with 2 zeros before and 1 after (dw_striding),
+    then `layers` of half a feed-forward, attention over the last `left_context` frames and itself with relative
+    positions (Dai et al. 2019), a convolution over the last `conv_kernel_size` frames, half a feed-forward and a norm.
 
     Frame n sees columns s n - 2 (s - 1) to s n; `start` says what stands for those before column 0. `columns`, as
     NeMo's cache-aware streaming: frame 0 has zeros in front of every convolution, and frame 1 columns of zeros, so
     that what the first convolutions make of them, their biases, goes on into the next. `padding`, as NeMo's and
     transformers' encoders on a whole recording: zeros in front of every convolution in frame 1 too. From frame 2 on
-    all convolutions see columns alone, and frames differ in what they see of frame 1.
+    all convolutions see columns alone, and frames differ in what they see of frame 1. With s = 4 both are the same.
 
     Parameters by their published names, encoder.pre_encode.*, encoder.layers.*, proj.*; what is called batch_norm is
     a layer norm. Keys and values are kept projected, and the projected positions are computed when weights are loaded.
@@ -46,7 +46,7 @@ class FastConformer(Component):
     ff_expansion_factor: Size = 4
     conv_kernel_size: Size = 9
     left_context: Count = 70
-    subsampling_factor: Literal[2, 4, 8, 16] = 8
+    subsampling_factor: Literal[4, 8] = 8
     subsampling_conv_channels: Size = 256
     projection: Size | None = None
     start: Literal["columns", "padding"] = "columns"
@@ -151,8 +151,8 @@ class FastConformer(Component):
         made = g.op("linear", x, g.op("concat", q, k, v, axis=0))
         query = reshape(g, g.op("slice", made, axis=0, start=0, stop=d), (heads, width))
         row = reshape(g, g.op("slice", made, axis=0, start=d, stop=3 * d), (2, heads, width))
-        biases = g.op("concat", *(tensors.get(f"{name}.pos_bias_{letter}", f32(heads, width)) for letter in "uv"), axis=0)
-        query = g.op("add", reshape(g, biases, (2, heads, width)), query)
+        biases = [tensors.get(f"{name}.pos_bias_{letter}", f32(heads, width)) for letter in "uv"]
+        query = g.op("add", reshape(g, g.op("concat", *biases, axis=0), (2, heads, width)), query)
         held = g.op("cache_append", g.register(kept, f32(rows, 2, heads, width)), row, newest)
         g.update(kept, held)
         distances = reshape(g, g.op("linear", positions, p), (rows, heads, width))

@@ -57,7 +57,8 @@ class LogMel(Component):
         spectra = g.op("stft", samples, window, hop=self.hop_length, n_fft=self.n_fft)
         bins = self.n_fft // 2 + 1
         filters = reshape(g, tensors.get("fb", f32(1, self.n_mels, bins)), (self.n_mels, bins))
-        mel = g.op("linear", g.op("magnitude", spectra, power=2), filters)
+        # No power is negative; filters that were made from a seed may give one, of which there is no logarithm.
+        mel = g.op("linear", g.op("magnitude", spectra, power=2), filters, activation="relu")
         made = g.op("log", g.op("affine", mel, offset=self.offset))
         if columns == 1:
             return made  # type: ignore[no-any-return]
