@@ -18,6 +18,7 @@ from wpk.ops.legal import FINITE, common, first_broken
 from wpk.ops.memory import view_f32
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import address, operand_i32, parameter, parameter_f32
+from wpk.ops.scalars import reciprocal
 from wpk.ops.vector import dot
 
 ROWS = 32  # rows whose scores are normalised together
@@ -141,6 +142,6 @@ def relative_attention_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, 
                     total += weight
                     for i in range(d):
                         sums[i] += weight * value[i]
-            share = np.float32(1.0) / total
+            share = reciprocal(total)  # of 0, too: a division of Python's would stop there
             for i in range(d):
                 sums[i] *= share

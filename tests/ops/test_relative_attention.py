@@ -49,6 +49,18 @@ def test_rows_that_are_not_filled_yet_are_not_read() -> None:
     np.testing.assert_array_equal(execute(app, [query, rows, distances, np.array([2], np.int32)], 1), wanted)
 
 
+def test_scores_beyond_all_numbers_are_the_matter_of_their_session_alone() -> None:
+    """Every score of session 0 is minus infinity: there is nothing to divide by, and session 1 comes after it."""
+    app = attention(3, 1, 4)
+    query, rows, distances, position = inputs(app, 2, 0)
+    position[:] = 7
+    wanted = execute(app, [query[1:], rows[1:], distances, position[1:]], 1)[0][0]
+    query[0, 0], query[0, 1], rows[0] = 3e38, 0, -3e38
+    found = execute(app, [query, rows, distances, position], 2)[0]
+    assert not np.isfinite(found[0]).any()
+    np.testing.assert_array_equal(found[1], wanted)
+
+
 def test_where_the_rows_of_a_stream_lie_does_not_matter() -> None:
     """Eleven rows into room for four, one a step, as a stream keeps them."""
     app, rng = attention(4, 2, 8), np.random.default_rng(0)
