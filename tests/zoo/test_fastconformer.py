@@ -169,6 +169,7 @@ def errors(found: Array, wanted: Array) -> Array:
 
 
 @pytest.mark.oracle
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "start"), [(8, "padding"), (8, "columns"), (4, "columns")])
 def test_every_frame_is_that_of_transformers(factor: int, start: str, original: Any, shared: Settings) -> None:
     theirs, folder = original(factor)
