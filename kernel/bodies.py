@@ -23,6 +23,7 @@ from wpk.ir.errors import KernelError, WpkError
 from wpk.ops.operator import LIBRARY
 
 SIGNATURE = types.void(*[types.int64] * 7)
+ERROR_MODEL = "numpy"  # IEEE 754: a division by zero that raised would leave the task's later slots undone
 _compiled: dict[tuple[str, str], Any] = {}  # keeps machine code alive for the process
 
 
@@ -32,7 +33,8 @@ def source_digest() -> str:
     from wpk.scheduler import program
 
     parts = [f"{cls.name}@{cls.version}:{LIBRARY.digest(cls.name, cls.version, 'cpu')}" for cls in LIBRARY]
-    parts += [inspect.getsource(module) for module in (atomics, control, cpu, program)] + [numba.__version__]
+    parts += [inspect.getsource(module) for module in (atomics, control, cpu, program)]
+    parts += [inspect.getsource(_compile_body), inspect.getsource(_compile_loop), ERROR_MODEL, numba.__version__]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -100,10 +102,10 @@ def _compile_body(name: str, cached: bool) -> Any:
         raise KernelError(
             f"operator {name} has no CPU body", wanted="a body for cpu", found=LIBRARY.targets(operator, int(version))
         )
-    return cfunc(SIGNATURE, nopython=True, cache=cached)(body.function)
+    return cfunc(SIGNATURE, nopython=True, cache=cached, error_model=ERROR_MODEL)(body.function)
 
 
 def _compile_loop(function: Callable[..., Any], signature: types.Type, cached: bool) -> Any:
-    dispatcher = njit(nogil=True, cache=cached)(function)
+    dispatcher = njit(nogil=True, cache=cached, error_model=ERROR_MODEL)(function)
     dispatcher.compile(signature.args)
     return dispatcher

@@ -23,18 +23,18 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
+from numba import cfunc
 
 from wpk import ops  # noqa: F401  (fills LIBRARY)
 from wpk.ir.graph import Graph, GraphBuilder, Node, Value
 from wpk.ir.types import DType, Type
+from wpk.kernel.bodies import ERROR_MODEL, SIGNATURE
 from wpk.ops.operator import LIBRARY, Array, Extent, Operator, Resolved, make
 from wpk.ops.payload import ABSENT, PAYLOAD, Arena, Reference, encode_parameter
 
 SCRATCH = 65536
 GUARD = 192  # canary bytes before, between and after the slots of an operand
 FILLS = (0xFF, 0xA5)  # as f32: NaN and -2.9e-16; as i32: -1 and a large negative number
-SIGNATURE = types.void(*[types.int64] * 7)
 Call = tuple[int, int, int, int]  # slot_lo, slot_hi, part_lo, part_hi
 
 
@@ -130,7 +130,7 @@ def compiled(cls: type[Operator]) -> Callable[..., None]:
     """The CPU body of an operator, compiled once per process."""
     body = LIBRARY.body(cls.name, cls.version, "cpu")
     assert body is not None, f"{cls.name} has no CPU body"
-    function = cfunc(SIGNATURE, nopython=True, nogil=True)(body.function)
+    function = cfunc(SIGNATURE, nopython=True, nogil=True, error_model=ERROR_MODEL)(body.function)
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)(function.address)
     call.keep = function  # type: ignore[attr-defined]
     return call

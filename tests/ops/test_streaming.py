@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.harness import Application, application, check, random_inputs, stored
+from tests.ops.harness import Application, application, check, execute, random_inputs, stored
 from wpk.ir.errors import GraphError
 from wpk.ir.types import Type, boolean, f32, i32
 from wpk.ops.operator import Array
@@ -167,6 +167,16 @@ def test_attention_survives_scores_beyond_the_exponential() -> None:
     inputs = attention_inputs(app, 1, 0, np.array([39]))
     inputs[0] *= np.float32(1e4)
     check(app, inputs, slots=1, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_with_nothing_to_divide_by_leaves_later_sessions_alone() -> None:
+    app = application("attention", f32(2, 4), f32(5, 1, 4), f32(5, 1, 4), i32(), scale=1.0)
+    q, k, v, position = attention_inputs(app, 2, 0, np.array([4, 4]))
+    wanted = execute(app, [q[1:], k[1:], v[1:], position[1:]], 1)[0][0]
+    q[0], k[0] = 3e38, -3e38  # every score is minus infinity
+    found = execute(app, [q, k, v, position], 2)[0]
+    assert not np.isfinite(found[0]).any()
+    np.testing.assert_array_equal(found[1], wanted)
 
 
 @pytest.mark.oracle
