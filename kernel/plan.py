@@ -367,4 +367,6 @@ def scratch_bytes(program: Program, least: int) -> int:
         if name == "attention":
             heads, groups = int(record["parameter"][0]), int(record["parameter"][3])
             needs.append(4 * (heads // groups) * (ATTENTION_ROWS + 2))
+        if name == "scalar_program":
+            needs.append(4 * int(record["parameter"][1]))  # its registers
     return -(-max(needs) // 64) * 64

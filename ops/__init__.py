@@ -17,17 +17,12 @@ from wpk.ops import (
     recurrent,
     reduce,
     relative_attention,
-    shape,
-    spectral,
-    streaming,
-    tiles,
-    words,
+    scalar_program,
 )
 from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, operator
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
     "attention", "blockwise", "constants", "conv2d", "elementwise", "filterbank", "index", "kv", "kv_attention",
-    "linear", "mamba", "norm", "overlap", "recurrent", "reduce", "relative_attention", "shape", "spectral",
-    "streaming", "tiles", "words",
+    "linear", "mamba", "norm", "overlap", "recurrent", "reduce", "relative_attention", "scalar_program",
 ]  # fmt: skip

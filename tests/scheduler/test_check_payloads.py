@@ -83,6 +83,7 @@ CASES = [
     Case("argmax", (3, 8), "io", 3, {1: I32}),
     Case("argmax_projection", (24, 130, 2, 2, 1e-5), "iwio", 2, {0: BF16, 1: BF16}),
     Case("argmax_merge", (5,), "io", 1, {1: I32}),
+    Case("scalar_program", (3, 9, 2, 4, 1, 0, 0, 0), "wsi---o", 1, {0: I32, 1: I32, 2: I32, 6: I32}),
     Case("softmax", (3, 8), "io", 3),
     Case("lstm_cell", (70,), "isos", 2),
     Case("gru_cell", (70,), "iiio", 2),
