@@ -18,11 +18,17 @@ from wpk.ops import (
     reduce,
     relative_attention,
     scalar_program,
+    shape,
+    spectral,
+    streaming,
+    tiles,
+    words,
 )
 from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, operator
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
     "attention", "blockwise", "constants", "conv2d", "elementwise", "filterbank", "index", "kv", "kv_attention",
-    "linear", "mamba", "norm", "overlap", "recurrent", "reduce", "relative_attention", "scalar_program",
+    "linear", "mamba", "norm", "overlap", "recurrent", "reduce", "relative_attention", "scalar_program", "shape",
+    "spectral", "streaming", "tiles", "words",
 ]  # fmt: skip

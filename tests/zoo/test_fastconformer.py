@@ -20,6 +20,7 @@ import pytest
 from wpk import registry
 from wpk.ir.errors import SpecError
 from wpk.ir.graph import StateKind
+from wpk.ir.types import DType
 from wpk.registry import Cohort
 from wpk.registry.settings import Settings
 from wpk.zoo.build import build_graph, expected_tensors, state_bytes
@@ -268,6 +269,26 @@ def test_the_full_size_has_the_published_tensors() -> None:
     assert expected == published()
     assert len(expected) == 640
     assert sum(math.prod(shape) for shape in expected.values()) == 613_767_056
+
+
+def test_matrices_of_bf16_change_no_more_than_their_rounding(shared: Settings) -> None:
+    rounded = ModelSpec.from_data(encoder().to_data() | {"precision": {"policy": "bf16"}})
+    types = expected_tensors(rounded)
+    narrow = {name.removeprefix(PREFIX) for name, type in types.items() if type.dtype is DType.BF16}
+    assert narrow == {"proj.weight"} | {
+        f"encoder.layers.{i}.{leaf}.weight"
+        for i in range(2)
+        for leaf in (
+            *(f"feed_forward{n}.linear{m}" for n in (1, 2) for m in (1, 2)), "conv.pointwise_conv1",
+            "conv.pointwise_conv2", *(f"self_attn.linear_{letter}" for letter in ("q", "k", "v", "out")),
+        )
+    }  # fmt: skip
+    given, found = columns(8), []
+    for spec in (encoder(), rounded):
+        with registry.load(spec, capacity=1, target="cpu", threads=1, where=shared) as cohort:
+            found.append(played(cohort, "columns", given)["projected"])
+    spread = np.sqrt(np.mean((found[1] - found[0]) ** 2) / np.mean(found[0] ** 2))
+    assert 2**-12 < spread < 2**-6  # two layers of sums of products, each rounded to 8 bits
 
 
 def test_state_is_a_ring_of_projected_rows_and_what_convolutions_look_back_on() -> None:

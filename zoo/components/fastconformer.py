@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
-from wpk.ir.types import f32
+from wpk.ir.types import DType, f32
 from wpk.zoo.component import Built, Component, Count, Size, component, reshape
 from wpk.zoo.tensors import Tensors
 
@@ -37,7 +37,8 @@ class FastConformer(Component):
     all convolutions see columns alone, and frames differ in what they see of frame 1. With s = 4 both are the same.
 
     Parameters by their published names, encoder.pre_encode.*, encoder.layers.*, proj.*; what is called batch_norm is
-    a layer norm. Keys and values are kept projected, and the projected positions are computed when weights are loaded.
+    a layer norm. The layers' matrices are stored as the precision policy says; the subsampling, what is kept and all
+    sums are f32. Keys and values are kept projected, and the projected positions are computed when weights are loaded.
     """
 
     layers: Size
@@ -78,7 +79,7 @@ class FastConformer(Component):
         if self.projection is None:
             return x
         with g.scope("proj"):
-            weight = tensors.get("proj.weight", f32(self.projection, self.d_model))
+            weight = tensors.matrix("proj.weight", self.projection, self.d_model)
             bias = tensors.get("proj.bias", f32(self.projection))
             return {"encoded": x, "projected": g.op("linear", x, weight, bias)}
 
@@ -136,10 +137,10 @@ class FastConformer(Component):
     def _feed_forward(self, g: GraphBuilder, x: Value, tensors: Tensors, layer: str, number: int) -> Value:
         name, units = f"{layer}.feed_forward{number}", self.ff_expansion_factor * self.d_model
         x = self._norm(g, x, tensors, f"{layer}.norm_feed_forward{number}")
-        x = g.op("linear", x, tensors.get(f"{name}.linear1.weight", f32(units, self.d_model)), activation="silu")
-        # Half of it is added: halving the weight is exact, and the sum can be the product's own.
-        half = g.op("affine", tensors.get(f"{name}.linear2.weight", f32(self.d_model, units)), scale=0.5)
-        return g.op("linear", x, half)  # type: ignore[no-any-return]
+        x = g.op("linear", x, tensors.matrix(f"{name}.linear1.weight", units, self.d_model), activation="silu")
+        # Half of it is added: halving the weight is exact, in bf16 too, and the sum can be the product's own.
+        weight = tensors.matrix(f"{name}.linear2.weight", self.d_model, units)
+        return g.op("linear", x, _halved(g, weight))  # type: ignore[no-any-return]
 
     def _attention(
         self, g: GraphBuilder, x: Value, tensors: Tensors, layer: str, newest: Value, positions: Value
@@ -147,7 +148,8 @@ class FastConformer(Component):
         d, heads, width, rows = self.d_model, self.heads, self.d_model // self.heads, self.left_context + 1
         name, kept = f"{layer}.self_attn", self.state(f"{layer}.kv")
         x = self._norm(g, x, tensors, f"{layer}.norm_self_att")
-        q, k, v, p = (tensors.get(f"{name}.linear_{letter}.weight", f32(d, d)) for letter in ("q", "k", "v", "pos"))
+        q, k, v = (tensors.matrix(f"{name}.linear_{letter}.weight", d, d) for letter in "qkv")
+        p = tensors.get(f"{name}.linear_pos.weight", f32(d, d))
         made = g.op("linear", x, g.op("concat", q, k, v, axis=0))
         query = reshape(g, g.op("slice", made, axis=0, start=0, stop=d), (heads, width))
         row = reshape(g, g.op("slice", made, axis=0, start=d, stop=3 * d), (2, heads, width))
@@ -157,13 +159,13 @@ class FastConformer(Component):
         g.update(kept, held)
         distances = reshape(g, g.op("linear", positions, p), (rows, heads, width))
         y = g.op("relative_attention", query, held, distances, g.position(), scale=1 / math.sqrt(width))
-        out = tensors.get(f"{name}.linear_out.weight", f32(d, d))
+        out = tensors.matrix(f"{name}.linear_out.weight", d, d)
         return g.op("linear", reshape(g, y, (d,)), out)  # type: ignore[no-any-return]
 
     def _convolution(self, g: GraphBuilder, x: Value, tensors: Tensors, layer: str) -> Value:
         d, taps, name = self.d_model, self.conv_kernel_size, f"{layer}.conv"
         x = self._norm(g, x, tensors, f"{layer}.norm_conv")
-        x = g.op("linear", x, reshape(g, tensors.get(f"{name}.pointwise_conv1.weight", f32(2 * d, d, 1)), (2 * d, d)))
+        x = g.op("linear", x, reshape(g, tensors.matrix(f"{name}.pointwise_conv1.weight", 2 * d, d, 1), (2 * d, d)))
         gate = g.op("sigmoid", g.op("slice", x, axis=0, start=d, stop=2 * d))
         x = reshape(g, g.op("mul", g.op("slice", x, axis=0, start=0, stop=d), gate), (1, d))
         if taps > 1:
@@ -173,4 +175,10 @@ class FastConformer(Component):
         filters = reshape(g, tensors.get(f"{name}.depthwise_conv.weight", f32(d, 1, taps)), (d, taps))
         x = reshape(g, g.op("depthwise_conv1d", x, filters), (d,))
         x = g.op("silu", self._norm(g, x, tensors, f"{name}.batch_norm"))
-        return g.op("linear", x, reshape(g, tensors.get(f"{name}.pointwise_conv2.weight", f32(d, d, 1)), (d, d)))  # type: ignore[no-any-return]
+        return g.op("linear", x, reshape(g, tensors.matrix(f"{name}.pointwise_conv2.weight", d, d, 1), (d, d)))  # type: ignore[no-any-return]
+
+
+def _halved(g: GraphBuilder, weight: Value) -> Value:
+    if weight.type.dtype is DType.F32:
+        return g.op("affine", weight, scale=0.5)  # type: ignore[no-any-return]
+    return g.op("cast", g.op("affine", g.op("cast", weight, dtype="f32"), scale=0.5), dtype="bf16")  # type: ignore[no-any-return]
