@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.harness import NewestVersions, application, check
+from tests.scheduler.test_check_payloads import Case
 from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder
 from wpk.ir.types import i32
+from wpk.kernel.plan import scratch_bytes
 from wpk.ops.evaluate import Reference
 from wpk.ops.operator import LIBRARY
 from wpk.ops.rules import logical_not, maximum, minimum, record, where
 from wpk.ops.scalar_program import INSTRUCTIONS, OPCODES, execute
 
-FEW = settings(max_examples=20, deadline=None)
+FEW = settings(max_examples=12, deadline=None)
 LOW, HIGH = -(2**31), 2**31 - 1
 WORDS = np.array([0, 1, -1, 2, 5, -7, 100, HIGH, LOW], np.int32)
 
@@ -105,6 +107,12 @@ def test_payloads_that_would_leave_the_registers_are_refused():
     assert legal({7: 0}, (*[True] * 5, False, True)) is None
     assert [legal(changes) is None for changes in wrong] == [False] * len(wrong)
     assert legal({5: 0}, (*[True] * 3, False, *[True] * 3)), "a gap between inputs"
+
+
+def test_a_thread_of_a_gpu_gets_scratch_for_the_registers():
+    types = {0: "i32", 1: "i32", 6: "i32"}
+    program = Case("scalar_program", (3, 100, 2, 4, 0, 0, 0, 0), "wi----o", 1, types).program()
+    assert scratch_bytes(program, 256) == 448  # 4 bytes a register, in lines of 64
 
 
 # --- rules --------------------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ ROWS = [
         "ss......sssss....", "-------E---------", "-----B-E-------B-", "00000110000000011", (2, 2)),
     Row("a BOS counts only when the EOS before it has left the window",
         ".........", "B-E-B----", "B-E-B----", "110000011"),
+    Row("four tokens are the window, of either", "..........", "----EB----", "----EB----", "0000000001"),
     # The agent's own tokens.
     Row("the agent speaks from BOS to EOS", "............", "--B-ww----E-", "--B-ww----E-", "001111111100"),
     Row("an EOS alone is nothing", "......", "-E----", "-E----", "000000"),
@@ -126,6 +127,8 @@ ROWS = [
     # Rare speech (a density above 0 and below 0.2) wants five frames once the agent has spoken.
     Row("rare speech is not enough",
         "......s...s......", "BE---------------", "BE---------------", "10000000000000000"),
+    Row("what the user says while the agent speaks does not make it less rare",
+        ".ss.ss.ss.....s...s.....", "B--------E--------------", "B--------E--------------", "111111111000000000000000"),
     Row("in the first turn it is", "..s...s.....", "------------", "----------B-", "000000000011", (2,)),
     Row("at a lower threshold it is", "......s...s......", "BE---------------", "BE------------B--",
         "10000000000000111", (2,), {"density_speech_threshold": 0.1}),
