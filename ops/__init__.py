@@ -3,6 +3,7 @@
 from wpk.ops import (
     attention,
     blockwise,
+    codebooks,
     constants,
     conv2d,
     elementwise,
@@ -14,9 +15,12 @@ from wpk.ops import (
     mamba,
     norm,
     overlap,
+    philox,
     recurrent,
     reduce,
     relative_attention,
+    rope,
+    sampling,
     scalar_program,
     shape,
     spectral,
@@ -28,7 +32,7 @@ from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, opera
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
-    "attention", "blockwise", "constants", "conv2d", "elementwise", "filterbank", "index", "kv", "kv_attention",
-    "linear", "mamba", "norm", "overlap", "recurrent", "reduce", "relative_attention", "scalar_program", "shape",
-    "spectral", "streaming", "tiles", "words",
+    "attention", "blockwise", "codebooks", "constants", "conv2d", "elementwise", "filterbank", "index", "kv",
+    "kv_attention", "linear", "mamba", "norm", "overlap", "philox", "recurrent", "reduce", "relative_attention",
+    "rope", "sampling", "scalar_program", "shape", "spectral", "streaming", "tiles", "words",
 ]  # fmt: skip

@@ -112,6 +112,12 @@ CASES = [
     ),
     Case("attention_parts", (4, 2, 8, 5, 3), "isio", 3, {0: BF16, 1: BF16, 2: I32}),
     Case("attention_merge", (4, 8, 3, 1), "io", 4, {1: BF16}),
+    Case("rope", (3, 8, 0, 0.5, 0.0), "iio", 3, {1: I32}),
+    Case("random_uniform", (300, 1), "iio", 2, {0: I32, 1: I32}),
+    Case("top_p", (3, 8, 0.05), "io", 3),
+    Case("embedding_sum", (5, 3, 70, 2, 1), "iwo", 2, {0: I32}),
+    Case("selected_linear", (3, 20, 4), "iwio", 2, {2: I32}),
+    Case("residual_quantise", (5, 3, 4, 2, 1), "iwwoo", 1, {3: I32}),
 ]  # fmt: skip
 
 
