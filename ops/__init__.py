@@ -3,6 +3,7 @@
 from wpk.ops import (
     attention,
     blockwise,
+    characters,
     codebooks,
     constants,
     conv2d,
@@ -32,7 +33,7 @@ from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, opera
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
-    "attention", "blockwise", "codebooks", "constants", "conv2d", "elementwise", "filterbank", "index", "kv",
-    "kv_attention", "linear", "mamba", "norm", "overlap", "philox", "recurrent", "reduce", "relative_attention",
+    "attention", "blockwise", "characters", "codebooks", "constants", "conv2d", "elementwise", "filterbank", "index",
+    "kv", "kv_attention", "linear", "mamba", "norm", "overlap", "philox", "recurrent", "reduce", "relative_attention",
     "rope", "sampling", "scalar_program", "shape", "spectral", "streaming", "tiles", "words",
 ]  # fmt: skip
