@@ -67,19 +67,22 @@ class CharacterTable(Operator):
         ids = np.clip(np.asarray(characters, np.int64), 0, pad)
         made = np.zeros((len(ids), len(projection)), np.float32)
         for rows, length in _groups(ids, pad):
-            mean = 0.0 * table[:1] if length == 0 else self._encoded(table[ids[rows, :length]], *layer).mean(axis=1)
+            mean = np.zeros_like(table[:1])
+            if length:
+                encoded = self._encoded(table[ids[rows, :length].reshape(-1)], length, *layer)
+                mean = encoded.reshape(len(rows), length, -1).mean(axis=1)
             kind = kind_vectors[np.clip(np.asarray(kinds[rows], np.int64), 0, len(kind_vectors) - 1)]
             made[rows] = mean @ projection.T + kind
         return made
 
     def _encoded(
-        self, x: Array, query: Array, key: Array, value: Array, output: Array, before_attention: Array,
+        self, x: Array, length: int, query: Array, key: Array, value: Array, output: Array, before_attention: Array,
         after_attention: Array, before_feed_forward: Array, after_feed_forward: Array, gate: Array, up: Array,
         down: Array, last: Array,
     ) -> Array:  # fmt: skip
-        """Of [entries, characters, d]."""
+        """Of [entries * length, d]: entries one after the other, so that products are of matrices."""
         normal = self._norm(x, before_attention)
-        mixed = self._attention(*(normal @ matrix.T for matrix in (query, key, value)))
+        mixed = self._attention(*(normal @ matrix.T for matrix in (query, key, value)), length)
         x = x + self._norm(mixed @ output.T, after_attention)
         normal = self._norm(x, before_feed_forward)
         x = x + self._norm((gelu_tanh64(normal @ gate.T) * (normal @ up.T)) @ down.T, after_feed_forward)
@@ -88,9 +91,8 @@ class CharacterTable(Operator):
     def _norm(self, x: Array, weight: Array) -> Array:
         return np.asarray(x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self.eps) * (1.0 + weight))
 
-    def _attention(self, query: Array, key: Array, value: Array) -> Array:
-        entries, length, width = query.shape
-        by_head = (entries, length, self.heads, width // self.heads)
+    def _attention(self, query: Array, key: Array, value: Array, length: int) -> Array:
+        by_head = (len(query) // length, length, self.heads, query.shape[1] // self.heads)
         q, k, v = (x.reshape(by_head) for x in (query, key, value))
         turn = make(Rope, {"theta": self.theta})
         for x in (q, k):
@@ -100,7 +102,7 @@ class CharacterTable(Operator):
         scores = self.softcap * np.tanh(scores / self.softcap)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        return np.einsum("ehqk,ekhd->eqhd", weights, v).reshape(entries, length, width)
+        return np.einsum("ehqk,ekhd->eqhd", weights, v).reshape(query.shape)
 
 
 def _groups(ids: Array, pad: int) -> Iterator[tuple[Array, int]]:

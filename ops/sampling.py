@@ -105,7 +105,8 @@ def top_p_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
                     mass += np.float64(y[i])
                     stays = mass > limit
                     last = i
-                kept += stays
+                if stays:
+                    kept += 1
                 y[i] = x[i] if stays else F(-np.inf)
             if kept == 0:
                 y[last] = x[last]

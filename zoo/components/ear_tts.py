@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import f32, i32
-from wpk.zoo.component import Built, Component, Count, Policy, Size, after_step, component, reshape
+from wpk.zoo.component import Built, Component, Count, Size, after_step, component, reshape
 from wpk.zoo.components.ear_tts_layers import Backbone, rms_norm
 from wpk.zoo.components.ear_tts_mixture import Mixture, masked_codes
 from wpk.zoo.tensors import Tensors
@@ -43,21 +43,20 @@ class EarTts(Component):
 
     subwords: where the vectors of tokens come from. `table`: parameter embed_subword.table [vocab_size, hidden_size].
     `characters`: the table is made from the published embed_subword.* when weights are loaded, in float64 and in pieces
-    (`character_table`): at full size 4e13 operations or so, minutes on a few processors, at every load. The spelling is
-    the tokenizer's and not in the checkpoint: parameter embed_subword.characters i32[vocab_size, max_characters], ids
-    0..255 and 256 behind an entry's end, which the weights source has to bring beside it. Made-up weights (`synthetic`)
-    are below 1 and spell all tokens alike.
+    (`character_table`): at full size 4e13 operations or so, at every load, which is an hour or two on two cores. The
+    spelling is the tokenizer's and not in the checkpoint: parameter embed_subword.characters i32[vocab_size,
+    max_characters], ids 0..255 and 256 behind an entry's end, which the weights source has to bring beside it. Made-up
+    weights (`synthetic`) are below 1 and spell all tokens alike.
 
     start_position: rotary position of the first step, behind a prefill of as many positions. No prefill is made: the
     caches of keys and values start empty, which for attention is the same model without a voice prompt.
 
-    Parameters as published; unused are audio_prompt_projection_W and bos_emb, of voice prompts, and the two pad_tensor
-    of embed_subword; with a table, all of embed_subword. State a session: for each layer a step, caches f32[2 heads,
-    head_dim] of keys and of values; codes and seed.
+    All of it is f32, whatever the model's policy. Parameters as published; unused are audio_prompt_projection_W and
+    bos_emb, of voice prompts, and the two pad_tensor of embed_subword; with a table, all of embed_subword. State a
+    session: for each layer a step, caches f32[2 heads, head_dim] of keys and of values; codes and seed.
     """
 
     ARITY: ClassVar[tuple[int, int]] = (1, 2)
-    POLICIES: ClassVar[tuple[Policy, ...]] = ("f32",)
 
     # --- as in config.json ----------------------------------------------------------------------------------------
     vocab_size: Size
