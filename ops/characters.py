@@ -82,8 +82,8 @@ class CharacterTable(Operator):
     ) -> Array:  # fmt: skip
         """Of [entries * length, d]: entries one after the other, so that products are of matrices."""
         normal = self._norm(x, before_attention)
-        mixed = self._attention(*(normal @ matrix.T for matrix in (query, key, value)), length)
-        x = x + self._norm(mixed @ output.T, after_attention)
+        q, k, v = (normal @ matrix.T for matrix in (query, key, value))
+        x = x + self._norm(self._attention(q, k, v, length) @ output.T, after_attention)
         normal = self._norm(x, before_feed_forward)
         x = x + self._norm((gelu_tanh64(normal @ gate.T) * (normal @ up.T)) @ down.T, after_feed_forward)
         return self._norm(x, last)
