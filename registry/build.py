@@ -95,8 +95,10 @@ def build(
                 folder = store.write(found, compiled.program.to_bytes(), str(compiled.load), replace=True)
     wanted = machine_code and not (cached and chosen.kind == "cpu")  # which compiles what is lacking as it starts
     note = build_machine_code(found, chosen, where.kernels) if wanted else None
-    for prefill in prefill_programs(spec, context, chosen) if wanted and note is None else ():
-        build_operators(prefill.program.operators, 1, chosen, where.kernels)
+    if wanted and note is None:
+        own = [f"{use.name}@{use.version}" for use in found.operators]
+        for prefill in prefill_programs(spec, context, chosen, own):
+            build_operators(prefill.program.operators, 1, chosen, where.kernels)
     return Built(found, folder, cached, time.monotonic() - started, note)
 
 

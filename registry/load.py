@@ -90,7 +90,7 @@ def load(
             prepare(program, image)
         return CpuKernel(program, arenas, image, threads=threads, cache=where.kernels)
 
-    states = run_prefills(spec, profile.manifest.context, chosen, tensors, start)
+    states = run_prefills(spec, profile.manifest.context, chosen, profile.program.operators, tensors, start)
 
     def prepared(program: Program, image: Bytes) -> None:
         put_states(program, image, states)

@@ -6,7 +6,7 @@ in the states of its components goes into the initial image, which joining copie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,21 +53,29 @@ class PrefillProgram:
     load: Graph
 
 
-def prefill_programs(spec: ModelSpec, context: int, target: Target) -> Iterator[PrefillProgram]:
-    """Every prefill of a model, for the context and target of its profile."""
+def prefill_programs(
+    spec: ModelSpec, context: int, target: Target, operators: Sequence[str]
+) -> Iterator[PrefillProgram]:
+    """Every prefill of a model, for the context and target of its profile.
+
+    operators: the profile's. A prefill that has no others gets their opcodes, so that one kernel's code runs both.
+    """
     library = Selection(spec.operators, LIBRARY)
     for name in spec.prefill:
         graph = build_prefill(spec, name, context=context)
         made = compile_graph(graph, library, target, capacity=1)
-        yield PrefillProgram(name, made.program, made.load)
+        shared = set(made.program.operators) <= set(operators)
+        program = made.program.with_operators(operators) if shared else made.program
+        yield PrefillProgram(name, program, made.load)
 
 
 def run_prefills(
-    spec: ModelSpec, context: int, target: Target, tensors: TensorSet, start: Callable[[Program, Graph], Kernel]
-) -> dict[str, Bytes]:
+    spec: ModelSpec, context: int, target: Target, operators: Sequence[str], tensors: TensorSet,
+    start: Callable[[Program, Graph], Kernel],
+) -> dict[str, Bytes]:  # fmt: skip
     """State -> its bytes in one slot, after the prefill of its component. start: a kernel for a program."""
     found: dict[str, Bytes] = {}
-    for one in prefill_programs(spec, context, target):
+    for one in prefill_programs(spec, context, target, operators):
         prefill = spec.prefill[one.name]
         rows = {name: _rows(given, prefill.steps, tensors) for name, given in prefill.inputs.items()}
         kernel = start(one.program, one.load)

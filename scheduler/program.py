@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -192,6 +193,16 @@ class Program:
     def arena_bytes(self) -> dict[str, int]:
         """Bytes by arena, under the names of the command line."""
         return {arena.name.lower(): self.arenas[arena] for arena in Arena}
+
+    def with_operators(self, table: Sequence[str]) -> Program:
+        """The same program with the opcodes of a table that holds all its operators.
+
+        Programs of one table can share a kernel's machine code.
+        """
+        codes = np.array([list(table).index(name) for name in self.operators], np.uint16)
+        payloads = self.payloads.copy()
+        payloads["opcode"] = codes[payloads["opcode"]]
+        return replace(self, payloads=payloads, operators=tuple(table))
 
     def named_ports(self, direction: Direction) -> dict[str, list[int]]:
         """Port name -> its values, one a step of the beat, in order."""

@@ -138,17 +138,9 @@ def operator_table() -> tuple[str, ...]:
     return tuple(sorted({name for case in both for name in _compiled(case).program.operators}))
 
 
-def with_table(program: Program, table: tuple[str, ...]) -> Program:
-    """The same program with opcodes of a table that holds all its operators."""
-    codes = np.array([table.index(name) for name in program.operators], np.uint16)
-    payloads = program.payloads.copy()
-    payloads["opcode"] = codes[payloads["opcode"]]
-    return dataclasses.replace(program, payloads=payloads, operators=table)
-
-
 @functools.cache
 def program_of(case: Case) -> Program:
-    return with_table(_compiled(case).program, operator_table())
+    return _compiled(case).program.with_operators(operator_table())
 
 
 def cubin_of(case: Case) -> Cubin:

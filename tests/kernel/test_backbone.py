@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from tests.kernel.gpu import join, leave, ports
-from tests.kernel.hybrids import Array, Weights, fill_history, keep_states, operator_table, with_table
+from tests.kernel.hybrids import Array, Weights, fill_history, keep_states, operator_table
 from tests.kernel.hybrids import Run as States
 from tests.zoo.test_nemotron_h import Shape, spec
 from wpk.ir.types import DType
@@ -224,7 +224,7 @@ def with_logits(model: ModelSpec) -> ModelSpec:
 def compiled(model: ModelSpec, slots: int, context: int) -> tuple[Program, Compiled]:
     graph, library = build_graph(model, context=context), Selection(model.operators, LIBRARY)
     made = compile_graph(graph, library, TARGETS["h200"], capacity=slots, steps=1)
-    return with_table(made.program, operator_table()), made
+    return made.program.with_operators(operator_table()), made
 
 
 def weights_of(model: ModelSpec) -> Weights:

@@ -76,13 +76,16 @@ class GroupNorm(Component):
 
 @component("embedding")
 class Embedding(Component):
-    """A row of a table for each index: i32 [] or [t] -> [units] or [t, units]. Parameter weight [entries, units]."""
+    """A row of a table for each index: i32 [] or [t] -> [units] or [t, units].
+
+    Parameter weight [entries, units], stored as the precision policy says.
+    """
 
     entries: Size
     units: Size
 
     def build(self, g: GraphBuilder, inputs: tuple[Value, ...], tensors: Tensors) -> Value:
-        return g.op("embedding", inputs[0], tensors.get("weight", f32(self.entries, self.units)))  # type: ignore[no-any-return]
+        return g.op("embedding", inputs[0], tensors.matrix("weight", self.entries, self.units))  # type: ignore[no-any-return]
 
 
 @component("embedding_sum")
