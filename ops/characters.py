@@ -64,15 +64,17 @@ class CharacterTable(Operator):
     def meaning(self, characters: Array, embedding: Array, *rest: Array) -> Array:
         *layer, projection, kinds, kind_vectors = rest
         pad, table = len(embedding) - 1, embedding * np.sqrt(embedding.shape[1])
-        ids = np.clip(np.asarray(characters, np.int64), 0, pad)
-        made = np.zeros((len(ids), len(projection)), np.float32)
+        ids, which = np.unique(np.clip(np.asarray(characters, np.int64), 0, pad), axis=0, return_inverse=True)
+        spelled = np.zeros((len(ids), len(projection)), np.float32)  # each spelling once: made-up ones are few
         for rows, length in _groups(ids, pad):
-            mean = np.zeros_like(table[:1])
             if length:
                 encoded = self._encoded(table[ids[rows, :length].reshape(-1)], length, *layer)
-                mean = encoded.reshape(len(rows), length, -1).mean(axis=1)
-            kind = kind_vectors[np.clip(np.asarray(kinds[rows], np.int64), 0, len(kind_vectors) - 1)]
-            made[rows] = mean @ projection.T + kind
+                spelled[rows] = encoded.reshape(len(rows), length, -1).mean(axis=1) @ projection.T
+        made = np.empty((len(which), len(projection)), np.float32)
+        for start in range(0, len(made), AT_ONCE):
+            rows = slice(start, start + AT_ONCE)
+            kind = np.clip(np.asarray(kinds[rows], np.int64), 0, len(kind_vectors) - 1)
+            made[rows] = spelled[which.reshape(-1)[rows]] + kind_vectors[kind]
         return made
 
     def _encoded(

@@ -36,6 +36,8 @@ LARGER = {  # so that logits differ, that scales fall below their least, and tha
 }  # fmt: skip
 TOKENS = np.array([3, 12, 7, 12, EOS, 12, 19, 0, 5, EOS, EOS, 11], np.int32)
 SEED = np.array([5, -9], np.int32)
+VOICE, LATENTS = 5, "tts_model.audio_prompt_latents.Aria"  # positions, and what is heard at them
+SPOKEN = [-1, -1, -1, 12, EOS]  # the text there
 
 
 def spec(dimensions: dict[str, Any] = SMALL, **changes: Any) -> ModelSpec:
@@ -57,9 +59,24 @@ def spec(dimensions: dict[str, Any] = SMALL, **changes: Any) -> ModelSpec:
         "tensors": {
             "ear_tts.codec_silence_tokens": "tts_model.codec_silence_tokens", **mapped, "ear_tts.*": f"{PREFIX}*",
         },
-        "ignored_tensors": [f"{PREFIX}*", "characters"],
+        "ignored_tensors": [f"{PREFIX}*", "characters", LATENTS],
     }  # fmt: skip
     return ModelSpec.from_data(data)
+
+
+def voiced() -> ModelSpec:
+    """The same with a voice behind every session."""
+    latent = {"type": f"f32[{SMALL['hidden_size']}]", "tensor": LATENTS, "shape": [1, VOICE, SMALL["hidden_size"]]}
+    prefill = {
+        "steps": VOICE,
+        "inputs": {
+            "latent": latent,
+            "spoken": {"type": "i32[]", "values": SPOKEN},
+            "begins": {"type": "i32[]", "values": [0] * (VOICE - 1) + [1]},
+        },
+        "components": [{"use": "ear_tts", "kind": "ear_tts_voice", "input": ["latent", "spoken", "begins"]}],
+    }
+    return ModelSpec.from_data(spec(**SPELLED).to_data() | {"prefill": {"voice": prefill}})
 
 
 def published(folder: Path, seed: int = 3) -> dict[str, Array]:
@@ -68,7 +85,7 @@ def published(folder: Path, seed: int = 3) -> dict[str, Array]:
 
     rng = np.random.default_rng(seed)
     tensors: dict[str, Array] = {}
-    for name, type in expected_tensors(spec(**SPELLED)).items():
+    for name, type in expected_tensors(voiced()).items():
         if type.dtype.value == "i32":
             continue
         values = rng.standard_normal(type.shape)
@@ -105,9 +122,12 @@ def stripped(tensors: dict[str, Array], prefix: str) -> dict[str, Any]:
 
 
 class Original:
-    """The other program. `codes` [steps, 31], `hidden` [steps, 2, d] and the decoder's inputs `rows` [2, steps, d]."""
+    """The other program. `codes` [steps, 31], `hidden` [steps, 2, d] and the decoder's inputs `rows` [2, steps, d].
 
-    def __init__(self, tensors: dict[str, Array], **changes: Any) -> None:
+    voice: start behind the voice's positions.
+    """
+
+    def __init__(self, tensors: dict[str, Array], *, voice: bool = False, **changes: Any) -> None:
         torch = pytest.importorskip("torch")
         transformers = pytest.importorskip("transformers")
         self.torch, self.tensors = torch, tensors
@@ -126,7 +146,7 @@ class Original:
         assert left.missing_keys == ["embed_tokens.weight"] and not left.unexpected_keys
         with torch.no_grad():
             self.vectors = self._vectors(transformers, shape)
-            self._run()
+            self._run(self._voice() if voice else [])
 
     def weight(self, name: str) -> Array:
         return np.asarray(self.tensors[PREFIX + name], np.float64)
@@ -156,14 +176,27 @@ class Original:
             + self.weight("embed_subword.bos_eos_emb.special_emb.weight")[specials]
         )
 
-    def _run(self) -> None:
+    def _voice(self) -> list[Array]:
+        """The decoder's inputs [2, d] at the voice's positions."""
+        silence = self.weight("embed_code.weight") @ self._sum(self.tensors["tts_model.codec_silence_tokens"])
+        audio = [*np.asarray(self.tensors[LATENTS][0, :-1], np.float64), silence + self.weight("bos_emb")]
+        kinds = ("subword_flag_emb.cont_emb", "bos_eos_emb.special_emb")
+        nothing = np.sum([self.weight(f"embed_subword.{kind}.weight")[0] for kind in kinds], axis=0)
+        texts = [nothing if token < 0 else self.vectors[token] for token in SPOKEN]
+        return [self._fuse(a, t) for a, t in zip(audio, texts, strict=True)]
+
+    def _run(self, prefix: list[Array]) -> None:
         cache, before, rows, hidden, codes = None, np.full(31, 8), [], [], []
+        for position, row in enumerate(prefix):
+            given = self.torch.tensor(row[:, None]).float()
+            place = self.torch.full((2, 1), position)
+            cache = self.decoder(inputs_embeds=given, position_ids=place, cache=cache, use_cache=True).cache
         for step, token in enumerate(TOKENS):
             if token == EOS:
                 before = self.tensors["tts_model.codec_silence_tokens"]
             rows.append(self._fused(token, before))
             given = self.torch.tensor(rows[-1][:, None]).float()
-            place = self.torch.full((2, 1), 37 + step)
+            place = self.torch.full((2, 1), (len(prefix) or 37) + step)
             made = self.decoder(inputs_embeds=given, position_ids=place, cache=cache, use_cache=True)
             cache = made.cache
             hidden.append(made.last_hidden_state[:, 0].double().numpy())
@@ -187,10 +220,12 @@ class Original:
         return np.asarray(np.sum(rows, axis=0)) if rows else np.zeros(16)
 
     def _fused(self, token: int, codes: Array) -> Array:
+        return self._fuse(self.weight("embed_code.weight") @ self._sum(codes), self.vectors[token])
+
+    def _fuse(self, audio: Array, vector: Array) -> Array:
         name = "gated_fusion_audio_text"
-        audio = self.weight("embed_code.weight") @ self._sum(codes)
         gate, scale = (1 / (1 + np.exp(-self.weight(f"{name}.{n}"))) for n in ("gate", "residual_scale"))
-        text = np.stack([self.vectors[token], self.weight("null_emb")])
+        text = np.stack([vector, self.weight("null_emb")])
         of_audio, of_text = (
             x @ self.weight(f"{name}.{n}_proj.weight").T + self.weight(f"{name}.{n}_proj.bias")
             for x, n in ((audio / 31, "audio"), (text, "text"))

@@ -23,10 +23,12 @@ from tests.zoo.ear_tts_original import (
     STEPS,
     TOKENS,
     VOCAB,
+    VOICE,
     Array,
     Original,
     published,
     spec,
+    voiced,
 )  # fmt: skip
 from wpk import registry
 from wpk.ir.errors import SpecError
@@ -85,6 +87,18 @@ def test_codes_and_hidden_states_are_those_of_another_program(tensors: Any, coho
     assert near(found["hidden"].reshape(wanted.hidden.shape), wanted.whole()) < 1e-4, "a step is a re-run of its prefix"
     np.testing.assert_array_equal(found["codes"].reshape(STEPS, 31), wanted.codes)
     assert all(len(set(column)) > 2 for column in wanted.codes.T), "codes that say nothing"
+
+
+@pytest.mark.oracle
+def test_a_voice_is_behind_every_session(tensors: Any, shared: Settings) -> None:
+    wanted, without = Original(tensors[0], voice=True), Original(tensors[0])
+    with registry.load(voiced(), capacity=2, target="cpu", threads=1, weights=tensors[1], where=shared) as two:
+        two.join()  # slot 1 and, later, a slot that is used again
+        found, again = played(two), played(two)
+    assert near(found["hidden"].reshape(wanted.hidden.shape), wanted.hidden) < 1e-4
+    assert near(without.hidden, wanted.hidden) > 0.1
+    np.testing.assert_array_equal(found["codes"].reshape(STEPS, 31), wanted.codes)
+    assert all((found[port] == again[port]).all() for port in found)
 
 
 @pytest.mark.oracle
@@ -180,7 +194,7 @@ def test_state_is_that_of_the_layers() -> None:
     assert {name: kinds[name][1] for name in ("codes", "seed", "position")} == {
         "codes": "i32[31]", "seed": "i32[2]", "position": "i32[]",
     }  # fmt: skip
-    assert state_bytes(graph) == {"fixed": 4 * (31 + 2 + 1), "per_step": 516_096}
+    assert state_bytes(graph) == {"fixed": 4 * (31 + 2 + 2), "per_step": 516_096}
 
 
 @pytest.mark.parametrize(
@@ -203,8 +217,10 @@ def test_dimensions_that_cannot_be_built_are_refused_by_name(change: dict[str, A
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(SpecError, match=r"attention that forgets is not built; wanted at most 7500 positions"):
-        build_graph(spec(), context=7464)
-    assert build_graph(spec(), context=7463)
+        build_graph(spec(), context=7501)
+    assert build_graph(spec(), context=7500)
+    with pytest.raises(SpecError, match=f"found {7500 + VOICE}"):
+        build_graph(voiced(), context=7500)
     data = spec().to_data()
     data["ports"]["inputs"]["seed"]["type"] = "i32[3]"
     with pytest.raises(SpecError, match=r"the seed of speech synthesis; wanted i32\[2\]"):

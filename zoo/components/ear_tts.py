@@ -48,12 +48,11 @@ class EarTts(Component):
     max_characters], ids 0..255 and 256 behind an entry's end, which the weights source has to bring beside it. Made-up
     weights (`synthetic`) are below 1 and spell all tokens alike.
 
-    start_position: rotary position of the first step, behind a prefill of as many positions. No prefill is made: the
-    caches of keys and values start empty, which for attention is the same model without a voice prompt.
+    A voice is a prefill of this component, by the kind `ear_tts_voice`; without one the caches start empty.
 
-    All of it is f32, whatever the model's policy. Parameters as published; unused are audio_prompt_projection_W and
-    bos_emb, of voice prompts, and the two pad_tensor of embed_subword; with a table, all of embed_subword. State a
-    session: for each layer a step, caches f32[2 heads, head_dim] of keys and of values; codes and seed.
+    All of it is f32, whatever the model's policy. Parameters as published; unused are audio_prompt_projection_W and the
+    two pad_tensor of embed_subword, without a voice bos_emb, and with a table all of embed_subword. State a session:
+    for each layer a step, caches f32[2 heads, head_dim] of keys and of values; codes and seed.
     """
 
     ARITY: ClassVar[tuple[int, int]] = (1, 2)
@@ -92,7 +91,6 @@ class EarTts(Component):
     eos_id: Count
     subwords: Literal["table", "characters"] = "table"
     max_characters: Size | None = None
-    start_position: Count = 37
 
     @model_validator(mode="after")
     def _fits_the_operators(self) -> EarTts:
@@ -117,19 +115,12 @@ class EarTts(Component):
 
     def build(self, g: GraphBuilder, inputs: tuple[Value, ...], tensors: Tensors) -> Built:
         self._check(g, inputs)
-        books = tensors.get("rvq_embs", f32(self.codebooks, self.codebook_size, self.latent_size))
-        embed_code = tensors.get("embed_code.weight", f32(self.hidden_size, self.latent_size))
+        books, embed_code = self._books(tensors)
         with g.scope("inputs"):
-            rows = self._rows(g, inputs[0], books, embed_code, tensors)
-        backbone = Backbone(
-            self.num_hidden_layers, self.num_attention_heads, self.head_dim, self.intermediate_size, self.rms_norm_eps,
-            self.query_pre_attn_scalar**-0.5, self.start_position,
-            tuple(
-                self.rope_local_base_freq if (i + 1) % self.sliding_window_pattern else self.rope_theta
-                for i in range(self.num_hidden_layers)
-            ),
-        )  # fmt: skip
-        hidden = backbone.build(g, rows, tensors, self.state)
+            sums = g.op("embedding_sum", self._codes_before(g, inputs[0], tensors), books)
+            text = g.op("embedding", inputs[0], self._table(g, tensors))
+            rows = self._rows(g, g.op("linear", sums, embed_code), text, tensors)
+        hidden = self._backbone().build(g, rows, tensors)
         mixture = Mixture(
             self.passes, self.mixture_components, self.mixture_rank, self.mixture_layers, self.intermediate_size,
             self.rms_norm_eps, self.guidance_scale, self.top_p, self.noise_scale, self.gumbel, self.min_log_scale,
@@ -139,14 +130,30 @@ class EarTts(Component):
         g.update(self.state("codes"), codes)
         return {"codes": codes, "hidden": hidden}
 
+    def _books(self, tensors: Tensors) -> tuple[Value, Value]:
+        """The codebooks, and the matrix that makes a vector of hidden_size of the sum of their rows."""
+        books = tensors.get("rvq_embs", f32(self.codebooks, self.codebook_size, self.latent_size))
+        return books, tensors.get("embed_code.weight", f32(self.hidden_size, self.latent_size))
+
+    def _backbone(self) -> Backbone:
+        thetas = tuple(
+            self.rope_local_base_freq if (i + 1) % self.sliding_window_pattern else self.rope_theta
+            for i in range(self.num_hidden_layers)
+        )
+        return Backbone(
+            self.name, self.num_hidden_layers, self.num_attention_heads, self.head_dim, self.intermediate_size,
+            self.rms_norm_eps, self.query_pre_attn_scalar**-0.5, thetas,
+        )  # fmt: skip
+
     def _check(self, g: GraphBuilder, inputs: tuple[Value, ...]) -> None:
         for what, value, wanted in zip(("token", "seed"), inputs, (i32(), i32(2)), strict=False):
             if value.type != wanted:
                 raise GraphError(f"the {what} of speech synthesis", wanted=wanted, found=value.type)
-        if self.start_position + g.context > self.sliding_window:
+        positions = g.context + g.behind.get(self.name, 0)
+        if positions > self.sliding_window:
             raise GraphError(
                 "attention that forgets is not built", wanted=f"at most {self.sliding_window} positions",
-                found=f"{self.start_position} + {g.context}", hint="Ask for a smaller context.",
+                found=positions, hint="Ask for a smaller context.",
             )  # fmt: skip
 
     def _seed(self, g: GraphBuilder, inputs: tuple[Value, ...]) -> Value:
@@ -159,8 +166,11 @@ class EarTts(Component):
         return seed
 
     # --- what goes into the decoder ---------------------------------------------------------------------------------
-    def _rows(self, g: GraphBuilder, token: Value, books: Value, embed_code: Value, tensors: Tensors) -> Value:
-        """f32[2, hidden_size]: sigmoid(residual_scale) (gate * audio + (1 - gate) * text), normalised."""
+    def _rows(self, g: GraphBuilder, audio: Value, text: Value, tensors: Tensors) -> Value:
+        """f32[2, hidden_size]: sigmoid(residual_scale) (gate * audio + (1 - gate) * text), normalised.
+
+        audio, text: vectors of hidden_size; the second row has null_emb for a text.
+        """
         width, fusion = f32(self.hidden_size), "gated_fusion_audio_text"
         square = f32(self.hidden_size, self.hidden_size)
         audio_proj, audio_bias, text_proj, text_bias = (
@@ -171,10 +181,9 @@ class EarTts(Component):
         gate = g.op("sigmoid", tensors.get(f"{fusion}.gate", width))
         scale = g.op("sigmoid", tensors.get(f"{fusion}.residual_scale", f32()))
         of_audio, of_text = (g.op("mul", x, scale) for x in (gate, g.op("affine", gate, scale=-1.0, offset=1.0)))
-        sums = g.op("linear", g.op("embedding_sum", self._codes_before(g, token, tensors), books), embed_code)
         per_book = g.op("affine", audio_proj, scale=1.0 / self.codebooks)
-        audio = g.op("mul", g.op("linear", sums, per_book, audio_bias), of_audio)
-        text = g.op("linear", g.op("embedding", token, self._table(g, tensors)), text_proj, text_bias)
+        audio = g.op("mul", g.op("linear", audio, per_book, audio_bias), of_audio)
+        text = g.op("linear", text, text_proj, text_bias)
         nothing = g.op("linear", tensors.get("null_emb", width), text_proj, text_bias)  # of weights alone: at load
         c, u = (g.op("add", audio, g.op("mul", side, of_text)) for side in (text, nothing))
         rows = g.op("concat", *(reshape(g, x, (1, self.hidden_size)) for x in (c, u)), axis=0)
@@ -232,3 +241,44 @@ class EarTts(Component):
             g.op("add", specials, reshape(g, g.op("slice", words, axis=0, start=i, stop=i + 1), (d,))) for i in (0, 1)
         ]
         return kinds, g.op("concat", *halves, axis=0)
+
+
+@component("ear_tts_voice")
+class EarTtsVoice(EarTts):
+    """One position of a voice: what `ear_tts` has behind it when a session joins. For prefills of that component.
+
+    Inputs: latent f32[hidden_size], the voice's audio at this position (published as audio_prompt_latents.VOICE);
+    token i32[], the text there, or below 0 for none; begins i32[], 1 at the last position, where speech is to begin:
+    there the codes of silence and bos_emb stand for the latent. Nothing is drawn. Output: hidden f32[2, hidden_size].
+
+    Where there is no text, what is left of a token's vector is that it goes on no word and is no special one: the first
+    rows of cont_emb and special_emb, or zeros with `subwords: table`.
+    """
+
+    ARITY: ClassVar[tuple[int, int]] = (3, 3)
+
+    def outputs(self) -> tuple[str, ...]:
+        return ("hidden",)
+
+    def build(self, g: GraphBuilder, inputs: tuple[Value, ...], tensors: Tensors) -> Built:
+        latent, token, begins = inputs
+        width, zero = f32(self.hidden_size), g.op("full", shape=(), value=0, dtype="i32")
+        for what, value, wanted in (("latent", latent, width), ("token", token, i32()), ("begins", begins, i32())):
+            if value.type != wanted:
+                raise GraphError(f"the {what} of a voice", wanted=wanted, found=value.type)
+        with g.scope("inputs"):
+            books, embed_code = self._books(tensors)
+            silence = tensors.get("codec_silence_tokens", i32(self.codebooks))
+            first = g.op("linear", g.op("embedding_sum", silence, books), embed_code)
+            first = g.op("add", first, tensors.get("bos_emb", width))
+            audio = g.op("select", g.op("greater", begins, zero), first, latent)
+            spoken = g.op("embedding", token, self._table(g, tensors))
+            text = g.op("select", g.op("less", token, zero), self._no_text(g, tensors), spoken)
+            rows = self._rows(g, audio, text, tensors)
+        return {"hidden": self._backbone().build(g, rows, tensors)}
+
+    def _no_text(self, g: GraphBuilder, tensors: Tensors) -> Value:
+        if self.subwords == "table":
+            return g.op("full", shape=(self.hidden_size,), value=0.0)  # type: ignore[no-any-return]
+        _, rows = self._kinds(g, tensors)
+        return reshape(g, g.op("slice", rows, axis=0, start=0, stop=1), (self.hidden_size,))

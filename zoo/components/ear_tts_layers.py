@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from wpk.ir.graph import GraphBuilder, Value
@@ -32,22 +31,25 @@ def gated_feed_forward(g: GraphBuilder, x: Value, tensors: Tensors, name: str, i
 
 @dataclass(frozen=True)
 class Backbone:
-    """The decoder: [rows, hidden] -> [rows, hidden], normalised at the end. thetas: rotary base of each layer."""
+    """The decoder: [rows, hidden] -> [rows, hidden], normalised at the end.
 
+    component: whose caches and position they are. thetas: rotary base of each layer.
+    """
+
+    component: str
     layers: int
     heads: int
     head_dim: int
     inner: int
     eps: float
     scale: float
-    start_position: int
     thetas: tuple[float, ...]
 
-    def build(self, g: GraphBuilder, x: Value, tensors: Tensors, state: Callable[[str], str]) -> Value:
+    def build(self, g: GraphBuilder, x: Value, tensors: Tensors) -> Value:
         for i in range(self.layers):
             layer = f"backbone.layers.{i}"
             with g.scope(layer):
-                y = self._attention(g, self._norm(g, x, tensors, f"{layer}.input_layernorm"), tensors, i, state)
+                y = self._attention(g, self._norm(g, x, tensors, f"{layer}.input_layernorm"), tensors, i)
                 x = g.op("add", x, self._norm(g, y, tensors, f"{layer}.post_attention_layernorm"))
                 y = self._norm(g, x, tensors, f"{layer}.pre_feedforward_layernorm")
                 y = gated_feed_forward(g, y, tensors, f"{layer}.mlp", self.inner)
@@ -57,9 +59,7 @@ class Backbone:
     def _norm(self, g: GraphBuilder, x: Value, tensors: Tensors, name: str) -> Value:
         return rms_norm(g, x, tensors, name, self.eps)
 
-    def _attention(
-        self, g: GraphBuilder, x: Value, tensors: Tensors, index: int, state: Callable[[str], str]
-    ) -> Value:  # fmt: skip
+    def _attention(self, g: GraphBuilder, x: Value, tensors: Tensors, index: int) -> Value:
         """Rows do not see each other: their heads are as many heads of one query, each with a key head of its own."""
         layer = f"backbone.layers.{index}"
         rows, width = x.type.shape
@@ -68,17 +68,15 @@ class Backbone:
             reshape(g, product(g, x, tensors, f"{layer}.self_attn.{p}_proj", self.heads * self.head_dim), by_head)
             for p in "qkv"
         )
+        position, theta = g.position(self.component), self.thetas[index]
         q, k = (
-            g.op(
-                "rope", self._norm(g, y, tensors, f"{layer}.self_attn.{p}_norm"), g.position(),
-                theta=self.thetas[index], offset=self.start_position,
-            )
+            g.op("rope", self._norm(g, y, tensors, f"{layer}.self_attn.{p}_norm"), position, theta=theta)
             for y, p in ((q, "q"), (k, "k"))
-        )  # fmt: skip
+        )
         kept = []
-        for name, row in ((f"{layer}.k", k), (f"{layer}.v", v)):
-            g.cache(state(name), f32(*by_head))
-            kept.append(g.append(state(name), row))
-        y = g.op("attention", q, *kept, g.position(), scale=self.scale)
+        for name, row in ((f"{self.component}.{layer}.k", k), (f"{self.component}.{layer}.v", v)):
+            g.cache(name, f32(*by_head))
+            kept.append(g.append(name, row, self.component))
+        y = g.op("attention", q, *kept, position, scale=self.scale)
         y = reshape(g, y, (rows, self.heads * self.head_dim))
         return product(g, y, tensors, f"{layer}.self_attn.o_proj", width)
