@@ -9,16 +9,15 @@ sleep.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from wpk.bench.floor import beat_floor
+from wpk.bench.feed import frames
+from wpk.bench.floor import measured_floor
 from wpk.bench.gpus import gpus
 from wpk.bench.history import start_at
 from wpk.bench.machine import GPU_PACKAGES, describe_machine, own_commit
@@ -35,14 +34,12 @@ from wpk.registry.weights import WeightsStore
 from wpk.runtime.trace import trace_events, write_trace
 from wpk.scheduler.target import find_target
 from wpk.zoo.baselines import BASELINES, Baseline
-from wpk.zoo.spec import InputPort, ModelSpec
+from wpk.zoo.spec import ModelSpec
 
 ROUNDS = 8
 WARM_UP = 5  # beats at the start of a round
 LEAST_BEATS = 10  # of a round, however slow they are
 REST_S = 0.05
-FRAMES = 16  # of noise per session, used in turn
-TOKENS = 16  # inputs of whole numbers are below this
 Side = Callable[[], float | None]  # a beat; the kernel's time in ms where the side has a kernel
 
 
@@ -175,21 +172,14 @@ def _measure(
 
 
 def _compare(record: dict[str, Any]) -> None:
-    """The floor of what was measured, and how far above it the kernel stayed.
-
-    A cache is read as far as it is filled. So where the measured beats' history was shorter than the profile's
-    context, their floor is that of the history of the beat in the middle.
-    """
+    """The floor of the beat in the middle of what was measured, and how far above it the kernel stayed."""
     first = record.get("history", {}).get("position", 0)
     middle = first + (record["warm_up"] + record["beats"] // 2) * record["steps_per_beat"]
-    found, history = record["floor_ms"], record["context"]
-    if middle + 1 < history:
-        history = middle + 1
-        found = beat_floor(
-            record["model"], capacity=record["capacity"], context=history, target=record["target"]
-        ).floor_ms
-    record["floor_measured"] = {"history": history, "floor_ms": found}
-    record["above_floor"] = record["kernel_ms"]["p50"] / found
+    record["floor_measured"] = measured_floor(
+        record["model"], capacity=record["capacity"], context=record["context"], target=record["target"],
+        whole_ms=record["floor_ms"], position=middle,
+    )  # fmt: skip
+    record["above_floor"] = record["kernel_ms"]["p50"] / record["floor_measured"]["floor_ms"]
 
 
 def original_files(spec: ModelSpec) -> dict[str, Path]:
@@ -200,31 +190,13 @@ def original_files(spec: ModelSpec) -> dict[str, Path]:
 def _beats(cohort: Cohort) -> Side:
     """A beat of the full cohort on noise; another frame each time."""
     sessions = [cohort.join(seed=number) for number in range(cohort.capacity)]
-    rng = np.random.default_rng(0)
-    ports = {
-        name: noise(port, rng, FRAMES, len(sessions), cohort.spec.clock.steps_per_beat)
-        for name, port in cohort.spec.ports.inputs.items()
-        if port.kind != "seed"
-    }
-    inputs = [
-        {session: {name: rows[frame, i] for name, rows in ports.items()} for i, session in enumerate(sessions)}
-        for frame in range(FRAMES)
-    ]
-    turn = iter(range(1 << 62))
+    turns = itertools.cycle(frames(cohort.spec, sessions))
 
     def beat() -> float:
-        cohort.beat(inputs[next(turn) % FRAMES])
+        cohort.beat(next(turns))
         return cohort.last_ms
 
     return beat
-
-
-def noise(port: InputPort, rng: np.random.Generator, *lead: int) -> NDArray[Any]:
-    """Random values for a port, [..., values of a step]: normal with a deviation of 0.1, or small whole numbers."""
-    shape = (*lead, port.type.size)
-    if port.type.dtype.is_float:
-        return (0.1 * rng.standard_normal(shape)).astype(np.float32)
-    return rng.integers(0, TOKENS, shape, np.int32)
 
 
 def _round(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from wpk.ir.errors import CapacityError
 from wpk.registry import find_model
 from wpk.registry.lowering import lowered_beat
@@ -23,6 +25,19 @@ def beat_floor(
     lowered, machine = _lowered(model, capacity, context, target, steps)
     waves = max(assign_waves(lowered.phases)) + 1
     return floor_of(lowered.phases, lowered.storages, capacity, waves, machine)
+
+
+def measured_floor(
+    model: str, *, capacity: int, context: int, target: str, whole_ms: float, position: int
+) -> dict[str, Any]:  # fmt: skip
+    """The floor of the beat that was at that step of history in a measurement: {"history", "floor_ms"}.
+
+    A cache is read as far as it is filled. whole_ms: the floor with the profile's context filled.
+    """
+    if position + 1 >= context:
+        return {"history": context, "floor_ms": whole_ms}
+    found = beat_floor(model, capacity=capacity, context=position + 1, target=target)
+    return {"history": position + 1, "floor_ms": found.floor_ms}
 
 
 def beat_shares(model: str, *, capacity: int, context: int | None = None, target: str) -> list[Share]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ def keep(record: dict[str, Any], name: str, out: Path | None = None) -> Path:
 
     out: another folder, or a file that ends in .json and must not exist yet.
     """
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    text = _NUMBERS.sub(_in_one_line, json.dumps(record, indent=1, allow_nan=False)) + "\n"
     if out is not None and out.suffix == ".json":
         return _create(out, text, again=False)
     moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -31,6 +32,13 @@ def keep(record: dict[str, Any], name: str, out: Path | None = None) -> Path:
         except FileExistsError:
             continue
     raise AssertionError
+
+
+_NUMBERS = re.compile(r"\[\n\s*[-+.\de,\s]+\]")  # no string holds a line's end
+
+
+def _in_one_line(numbers: re.Match[str]) -> str:
+    return re.sub(r"\s+", " ", numbers[0]).replace("[ ", "[").replace(" ]", "]")
 
 
 def described_error(error: BaseException) -> dict[str, str | None]:

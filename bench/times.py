@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-PERCENTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9}
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9}
 
 
-def figures(durations_ms: Sequence[float]) -> dict[str, Any]:
-    """p50, p99, p99.9 and max of durations in ms, and which of them (from 0) was the max; at least one is needed."""
+def figures(durations_ms: Sequence[float] | NDArray[np.float64]) -> dict[str, Any]:
+    """Percentiles and max of durations in ms, which of them (from 0) was the max, and jitter: p99 - p50.
+
+    At least one is needed.
+    """
     times = np.asarray(durations_ms, np.float64)
     found = np.percentile(times, list(PERCENTILES.values()))
     shown: dict[str, Any] = {name: float(value) for name, value in zip(PERCENTILES, found, strict=True)}
-    return shown | {"max": float(times.max()), "max_beat": int(times.argmax())}
+    longest = {"max": float(times.max()), "max_beat": int(times.argmax())}
+    return shown | longest | {"jitter": shown["p99"] - shown["p50"]}

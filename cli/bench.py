@@ -82,7 +82,7 @@ def beat(
         baseline = None
     if with_baseline:
         require_torch()
-    capacities = _capacities(cap, out)
+    capacities = capacities_of(cap, out)
     if trace is not None and len(capacities) > 1:
         raise UsageError("--trace for several capacities", wanted="one capacity", found=cap)
 
@@ -91,7 +91,7 @@ def beat(
             record, path = bench_beat(
                 model, capacity=capacity, context=context, target=target, seconds=seconds, beats=beats,
                 warm_up=WARM_UP if warmup is None else warmup, at=at, threads=threads, baseline=baseline,
-                command=_command_line(), commit=commit, out=out, report=report, trace=trace, exclusive=exclusive,
+                command=command_line(), commit=commit, out=out, report=report, trace=trace, exclusive=exclusive,
                 notice=sink.note,
             )  # fmt: skip
             if not with_baseline:
@@ -99,7 +99,7 @@ def beat(
             try:
                 theirs, kept = bench_baseline(
                     model, capacity=capacity, context=context, at=record["floor_measured"]["history"] - 1,
-                    device="cpu" if record["target"] == "cpu" else "cuda", command=_command_line(), commit=commit,
+                    device="cpu" if record["target"] == "cpu" else "cuda", command=command_line(), commit=commit,
                     beside=(record, path), out=out, report=report,
                 )  # fmt: skip
             except WpkError:
@@ -136,11 +136,11 @@ def baseline(
             record, path = bench_baseline(
                 model, capacity=capacity, context=context, at=at, beats=BEATS if beats is None else beats,
                 warm_up=WARM_UP if warmup is None else warmup, forms=forms.split(",") if forms else None,
-                device=device, command=_command_line(), commit=commit, out=out, report=report,
+                device=device, command=command_line(), commit=commit, out=out, report=report,
             )  # fmt: skip
         return record, [path], _told_forms(record)
 
-    _measure(sink, model, _capacities(cap, out), point)
+    _measure(sink, model, capacities_of(cap, out), point)
 
 
 def _measure(sink: Output, model: str, capacities: Sequence[int], point: Callable[[int], Point]) -> None:
@@ -170,7 +170,8 @@ def _measure(sink: Output, model: str, capacities: Sequence[int], point: Callabl
     sink.verdict(all("error" not in found for found in points))
 
 
-def _capacities(text: str, out: Path | None) -> list[int]:
+def capacities_of(text: str, out: Path | None) -> list[int]:
+    """The numbers of --cap; several need a folder for their records."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:
@@ -180,7 +181,7 @@ def _capacities(text: str, out: Path | None) -> list[int]:
     return found
 
 
-def _command_line() -> str:
+def command_line() -> str:
     """What was typed, for the record."""
     return shlex.join(["wpk", *sys.argv[1:]])
 
@@ -190,8 +191,8 @@ def _told_beat(record: dict[str, Any]) -> dict[str, object]:
     shown: dict[str, object] = {
         "profile": record["profile"],
         "beats": f"{record['beats']}, of which late {record['late']}",
-        "beat": _times(record["beat_ms"]),
-        "kernel": _times(record["kernel_ms"]),
+        "beat": times(record["beat_ms"]),
+        "kernel": times(record["kernel_ms"]),
         "period": f"{record['period_ms']:g} ms",
         "floor": f"{measured['floor_ms']:.4g} ms; the kernel takes {record['above_floor']:.3g} times that",
     }
@@ -200,14 +201,14 @@ def _told_beat(record: dict[str, Any]) -> dict[str, object]:
     if "trace" in record:
         shown["trace"] = f"{record['trace']}; open it in https://ui.perfetto.dev. Beats took longer for it"
     if "baseline" in record:
-        shown[record["baseline"]["runtime"]] = _times(record["baseline"]["beat_ms"])
+        shown[record["baseline"]["runtime"]] = times(record["baseline"]["beat_ms"])
         shown["ratio"] = f"{record['ratio']:.3g} of the baseline's p50"
     return shown
 
 
 def _told_forms(record: dict[str, Any]) -> dict[str, object]:
     shown: dict[str, object] = {
-        f"PyTorch {name}": f"failed: {form['error']['message']}" if "error" in form else _times(form["kernel_ms"])
+        f"PyTorch {name}": f"failed: {form['error']['message']}" if "error" in form else times(form["kernel_ms"])
         for name, form in record["forms"].items()
     }
     if "floor_ms" in record:
@@ -215,5 +216,6 @@ def _told_forms(record: dict[str, Any]) -> dict[str, object]:
     return shown
 
 
-def _times(found: dict[str, float]) -> str:
+def times(found: dict[str, float]) -> str:
+    """Figures of durations as a person reads them."""
     return f"p50 {found['p50']:.3f}  p99 {found['p99']:.3f}  max {found['max']:.3f} ms"

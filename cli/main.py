@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from wpk.cli import bench, doctor, floor, ops, profile, run, zoo
+from wpk.cli import bench, density, doctor, floor, ops, profile, report, run, zoo
 from wpk.cli.output import guard, write
 
 
@@ -40,6 +40,8 @@ app.add_typer(ops.app, name="ops")
 app.add_typer(profile.app, name="profile")
 app.command("run", cls=run.RunCommand)(run.run)
 app.command("floor")(floor.floor)
+bench.app.command("density")(density.density)
+bench.app.command("report")(report.report)
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 

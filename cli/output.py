@@ -98,6 +98,11 @@ class Output:
         if not self.quiet:
             _say(f"note: {text}\n")
 
+    def step(self, text: str) -> None:
+        """What is being done now, once, on stderr where that is a terminal: for work that drawing would disturb."""
+        if not self.quiet and _terminal(sys.stderr):
+            _say(f"{text}\n")
+
     @contextmanager
     def progress(self) -> Iterator[Progress]:
         """A report function that draws on stderr where that is a terminal, and does nothing elsewhere."""

@@ -145,6 +145,11 @@ class Cohort:
 
     # --- looking in ---------------------------------------------------------------------------------------------
     @property
+    def last_span(self) -> tuple[int, int]:
+        """When the kernel began and ended the latest beat: ns of the host's monotonic clock."""
+        return self._kernel.control["start_ns"], self._kernel.control["end_ns"]
+
+    @property
     def program(self) -> Program:
         """What the kernel runs."""
         return self._kernel.program

@@ -86,7 +86,7 @@ class Schedule:
         self._clock, self._sleep = clock, sleep
         self._origin = clock()
         self._beat = -1
-        self._start = self._due = self._origin
+        self._start = self._due = self._end = self._origin
         self.late = 0
 
     def start(self) -> None:
@@ -102,9 +102,14 @@ class Schedule:
 
     def finish(self) -> float:
         """The beat is served: its duration in ms, and late beats counted."""
-        now = self._clock()
-        self.late += now > self._due + self._at(1) - self._origin
-        return (now - self._start) / 1e6
+        self._end = self._clock()
+        self.late += self._end > self._due + self._at(1) - self._origin
+        return (self._end - self._start) / 1e6
+
+    @property
+    def moments(self) -> tuple[int, int, int]:
+        """When the latest beat was due, started and served: ns of the clock."""
+        return self._due, self._start, self._end
 
     def _at(self, beat: int) -> int:
         return self._origin + beat * self._samples * NANOSECONDS // self._rate

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.graphs import Executed, builder, compiled
-from wpk.bench import beat, gpus, records
+from wpk.bench import beat, feed, floor, gpus, records
 from wpk.bench.history import start_at
 from wpk.bench.machine import describe_machine, own_commit
 from wpk.bench.onnx import OnnxBaseline
@@ -122,7 +122,7 @@ def test_the_floor_is_that_of_the_history_that_was_measured(monkeypatch: pytest.
         asked.append(named["context"])
         return SimpleNamespace(floor_ms=2.0)
 
-    monkeypatch.setattr(beat, "beat_floor", floor_of)
+    monkeypatch.setattr(floor, "beat_floor", floor_of)
     made: dict[str, Any] = {
         "model": "m",
         "capacity": 1,
@@ -179,7 +179,7 @@ def test_inputs_of_any_port_are_made() -> None:
     rng = np.random.default_rng(0)
     for text, kind in (("f32[7]", "features"), ("i32[]", "tokens")):
         port = InputPort.model_validate({"type": text, "kind": kind})
-        made = beat.noise(port, rng, 2, 3, 1)
+        made = feed.noise(port, rng, 2, 3, 1)
         assert made.shape == (2, 3, 1, port.type.size)
         assert made.dtype == port.type.dtype.numpy
 

@@ -204,6 +204,18 @@ def test_a_late_beat_moves_its_followers_but_not_the_grid() -> None:
     assert late == 2  # the slow one, and the one that was due at 20 and served at 36
 
 
+def test_a_beat_has_the_moments_at_which_it_was_due_started_and_served() -> None:
+    clock = Clock()
+    schedule = Schedule(STEP, RATE, paced=True, clock=clock, sleep=clock.sleep)
+    found = []
+    for ms in (12.0, 1.0):
+        schedule.start()
+        clock.work(ms)
+        schedule.finish()
+        found.append([(moment - 1_000_000_007) / 1e6 for moment in schedule.moments])
+    assert found == [[0, 0, 12], [10, 12, 13]]
+
+
 def test_without_pacing_beats_follow_one_another_and_slow_ones_are_late() -> None:
     assert served([1, 12, 3], paced=False) == ([0, 1, 13], 1)
 
