@@ -44,6 +44,8 @@ def test_operators_of_one_wave_share_it_as_they_keep_blocks_busy() -> None:
     assert times_by_class(apart, moments([(0, 1), (0, 3)])) == pytest.approx({"add": 0.75, "linear": 2.25})
     together = program((0, 0, 0), (1, 0, 0), (1, 0, 0), waves=1)
     assert times_by_class(together, moments([(0, 3)])) == pytest.approx({"add": 1.0, "linear": 2.0})
+    mixed = program((0, 0, 0), (1, 0, 0), (1, 0, 1), waves=1)
+    assert times_by_class(mixed, moments([(0, 2), (0, 2)])) == pytest.approx({"add": 0.5, "linear": 1.5})
 
 
 def test_a_beat_that_did_not_run_through_has_no_times() -> None:
