@@ -40,7 +40,8 @@ from wpk.scheduler.target import TARGETS
 from wpk.zoo.build import build_graph
 
 needs_compiler = pytest.mark.skipif(not can_build(), reason="numba-cuda or ptxas is not installed")
-MODELS = sorted(catalog().builtin())
+# The whole conversation takes half a minute to compile, and has the operators of its small one.
+MODELS = sorted(name for name in catalog().builtin() if name != "voicechat")
 SMALL = ("add@1", "matmul@1")
 STREAMING = ("mamba2_step@1", "tiled_matmul@1")
 

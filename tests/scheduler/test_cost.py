@@ -170,8 +170,9 @@ def test_the_path_is_a_barrier_a_wave() -> None:
     assert found.program.waves == 7 and found.floor.path_ms == found.floor.floor_ms == pytest.approx(7.0)
 
 
+# The whole conversation takes half a minute: tests/zoo/test_voicechat.py compiles it once; its small one is here.
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", list(Catalog.builtin()))
+@pytest.mark.parametrize("name", [name for name in Catalog.builtin() if name != "voicechat"])
 def test_no_model_is_predicted_to_be_faster_than_its_floor(name: str, target: str) -> None:
     spec = find_model(name)
     library, machine = Selection(spec.operators), find_target(target)

@@ -12,11 +12,16 @@ import numpy.typing as npt
 import pytest
 
 from wpk import registry
+from wpk.kernel.layout import shape_of
+from wpk.kernel.plan import require_sizes
+from wpk.ops.requirements import Selection
 from wpk.registry import Cohort
 from wpk.registry.load import open_weights
 from wpk.registry.models import find_model
 from wpk.registry.settings import Settings
-from wpk.zoo.build import expected_tensors
+from wpk.scheduler.compile import compile_graph
+from wpk.scheduler.target import find_target
+from wpk.zoo.build import build_graph, expected_tensors
 from wpk.zoo.spec import ModelSpec
 
 Array = npt.NDArray[Any]
@@ -140,3 +145,19 @@ def test_the_full_size_expects_the_published_tensors() -> None:
     # All that is published, less what is not read; spellings come from the tokenizer, not from the checkpoint.
     assert "tts_model.tts_model.embed_subword.characters" in expected
     assert len(expected) - 1 + sum(UNUSED.values()) == 1_632
+
+
+def test_the_full_size_compiles_for_a_gpu_within_what_is_published_of_it() -> None:
+    """Capacity 56 and 1,500 steps, without a GPU. Weights and state are known: about 24.3 GB, and 0.97 GB a session."""
+    spec, target = find_model("voicechat"), find_target("h200")
+    graph = build_graph(spec, context=1500)
+    made = compile_graph(graph, Selection(spec.operators), target, capacity=56, steps=spec.clock.steps_per_beat)
+    weights, state, activations, _ = made.program.arenas
+    assert weights == pytest.approx(24.3e9, rel=0.01) and state == pytest.approx(56 * 0.970e9, rel=0.03)
+    assert activations < 1e9 and weights + state + activations < 80e9
+    assert made.floor.bytes["weights"] == pytest.approx(46e9, rel=0.03)  # a beat: two steps
+    assert made.floor.floor_ms == pytest.approx(35.5, rel=0.03) and made.floor.floor_ms < made.predicted_ms < 160
+    small = find_model("voicechat-tiny")
+    tiny = compile_graph(build_graph(small), Selection(small.operators), target, capacity=8, steps=2)
+    assert set(made.program.operators) == set(tiny.program.operators)
+    require_sizes(made.program, shape_of(made.program.operators, 56))
