@@ -60,7 +60,10 @@ PLAIN = Limits(224, 0, 0)
 # What streams holds sums of matrix products in registers, twice as many a thread with 128 sessions. What spills there
 # is known and to be brought down: these limits are there so that it does not grow unseen, and are to go down with it.
 STREAMS = {64: Limits(168, 400, 128), 128: Limits(168, 1700, 448)}
-MOST_SECONDS = 90.0
+# The whole conversation has three times as many operators; what they spill is outside of what streams.
+CONVERSATION = {64: Limits(168, 700, 256), 128: Limits(168, 3200, 512)}
+MOST_SECONDS = 90.0  # alone on the machine
+BESIDE_OTHERS = 2.0  # tests run side by side
 
 
 @functools.cache
@@ -83,12 +86,12 @@ def streams(model: str) -> bool:
 def kernels() -> list[tuple[str, int]]:
     """Models and slots of which each needs a kernel: for what streams, more than 64 slots need another.
 
-    A kernel that streams takes up to a minute: of models whose operators are all in another's, that one's is enough.
+    A kernel that streams takes up to a minute: the backbones' operators are all in the small one's.
     """
-    tables = {model: set(program(model).operators) for model in MODELS if streams(model)}
-    largest = [m for m, table in tables.items() if not any(table < other for other in tables.values())]
-    distinct = {frozenset(tables[m]): m for m in reversed(largest)}
-    return [(m, 8) for m in MODELS if not streams(m)] + [(m, slots) for m in distinct.values() for slots in (8, 112)]
+    small = {model: set(program(model).operators) for model in ("nemotron-h-tiny", "voicechat-tiny")}
+    others = [model for model in MODELS if streams(model) and model not in small]
+    assert all(set(program(model).operators) <= small["nemotron-h-tiny"] for model in others)
+    return [(m, 8) for m in MODELS if not streams(m)] + [(m, slots) for m in small for slots in (8, 112)]
 
 
 # --- every model --------------------------------------------------------------------------------------------------
@@ -99,13 +102,14 @@ def test_the_kernel_of_a_model_is_built_within_its_limits(model: str, slots: int
     operators = program(model, slots).operators
     shape = shape_of(operators, slots)
     assert bool(shape.sessions) == streams(model)
-    made, limits = cubin(operators, slots), STREAMS.get(shape.sessions, PLAIN)
+    table = CONVERSATION if model == "voicechat-tiny" else STREAMS
+    made, limits = cubin(operators, slots), table.get(shape.sessions, PLAIN)
     print(f"{model} of {slots}: {made.registers} registers, {made.spill_bytes} bytes spilled, {made.stack_bytes} of "
           f"stack, {len(made.image)} bytes, {made.build_s} s, {shape.stages} stages")  # fmt: skip
     assert made.image[:4] == b"\x7fELF"
     assert 0 < made.registers <= limits.registers
     assert made.spill_bytes <= limits.spilled and made.stack_bytes <= limits.stack
-    assert made.build_s < MOST_SECONDS
+    assert made.build_s < BESIDE_OTHERS * MOST_SECONDS
     note = json.loads(made.path.with_suffix(".json").read_text())
     assert (note["operators"], note["sessions"]) == (list(operators), shape.sessions)
 

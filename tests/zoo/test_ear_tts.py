@@ -91,6 +91,7 @@ def test_codes_and_hidden_states_are_those_of_another_program(tensors: Any, coho
 
 @pytest.mark.oracle
 def test_a_voice_is_behind_every_session(tensors: Any, shared: Settings) -> None:
+    """By the kind "ear_tts_voice"."""
     wanted, without = Original(tensors[0], voice=True), Original(tensors[0])
     with registry.load(voiced(), capacity=2, target="cpu", threads=1, weights=tensors[1], where=shared) as two:
         two.join()  # slot 1 and, later, a slot that is used again

@@ -16,7 +16,7 @@ from tests import oracles
 from tests.originals import FLASHVAD_FRONT_END, Audio, drums, original_tensors, originals, speech
 from wpk.ops.evaluate import Reference
 from wpk.registry.weights import check_inventory
-from wpk.zoo.build import build_graph, expected_tensors, parameter_count, state_bytes
+from wpk.zoo.build import build_graph, build_prefill, expected_tensors, parameter_count, state_bytes
 from wpk.zoo.catalog import Catalog
 from wpk.zoo.sources import PypiSource
 from wpk.zoo.spec import ModelSpec
@@ -181,7 +181,9 @@ def test_a_built_in_spec_survives_yaml_and_json(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_built_in_spec_names_every_operator_that_it_uses(name: str) -> None:
     spec = model(name)
-    assert sorted(spec.operators) == sorted({node.op for node in build_graph(spec).nodes} - {"increment"})
+    graphs = [build_graph(spec), *(build_prefill(spec, one) for one in spec.prefill)]
+    used = {node.op for graph in graphs for node in graph.nodes}
+    assert sorted(spec.operators) == sorted(used - {"increment"})
 
 
 @pytest.mark.parametrize("name", NAMES)
