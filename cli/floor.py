@@ -38,6 +38,7 @@ def floor(
                     "path": f"{found.path_ms:.4g} ms: chain {found.chain_ms:.4g}, barriers {found.barriers_ms:.4g}",
                     "floor": f"{found.floor_ms:.4g} ms",
                     "phase by phase": f"{found.per_operation_ms:.4g} ms",
+                    "activations through memory": f"{found.unfused_ms:.4g} ms",
                     "traffic": ", ".join(f"{name} {size(count)}" for name, count in found.bytes.items()),
                     "FLOPs": ", ".join(f"{name} {count:,}" for name, count in flops.items()),
                 },

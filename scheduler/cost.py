@@ -13,7 +13,7 @@ taking max(compute, traffic) on the whole machine. The other is a grid barrier a
 phase's weights may be fetched while a barrier opens.
 
 Beside the floor stands the finer sum over all phases of max(compute, traffic): the floor of an engine that runs one
-phase after the other.
+phase after the other; and the time of all traffic if every activation, too, went through memory and back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Span = tuple[int, int]
 class Floor(BaseModel):
     """Times in ms, traffic in bytes a beat, FLOPs a beat by precision.
 
-    chain_ms and barriers_ms: the two parts of the path. per_operation_ms: the sum over phases.
+    chain_ms and barriers_ms: the two parts of the path. per_operation_ms: the sum over phases. unfused_ms: all bytes,
+    those of activations (activation_bytes) included, over the memory's rate.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,6 +48,8 @@ class Floor(BaseModel):
     chain_ms: float = 0.0
     barriers_ms: float = 0.0
     per_operation_ms: float = 0.0
+    unfused_ms: float = 0.0
+    activation_bytes: int = 0
     bytes: dict[str, int]
     flops: dict[str, int]
 
@@ -81,13 +84,15 @@ def floor(phases: Sequence[Phase], storages: Sequence[Storage], slots: int, wave
     flops, bytes_moved = _flops(phases, slots), _bytes(moved)
     compute = sum(n / target.flops[precision] for precision, n in flops.items())
     bandwidth = bytes_moved["total"] / target.bandwidth
+    handed = slots * sum(phase.operator.cost(*phase.types).activation_bytes for phase in phases)
     chain, barriers = _longest_chain(phases, seconds), waves * target.barrier_s
     path = max(chain, barriers)
     return Floor(
         compute_ms=compute * 1e3, bandwidth_ms=bandwidth * 1e3, path_ms=path * 1e3,
         floor_ms=max(compute, bandwidth, path) * 1e3,
         chain_ms=chain * 1e3, barriers_ms=barriers * 1e3, per_operation_ms=sum(seconds) * 1e3,
-        bytes=bytes_moved, flops=flops,
+        unfused_ms=1e3 * (bytes_moved["total"] + handed) / target.bandwidth,
+        activation_bytes=handed, bytes=bytes_moved, flops=flops,
     )  # fmt: skip
 
 

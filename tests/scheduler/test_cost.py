@@ -160,6 +160,15 @@ def test_each_operator_has_its_share_of_the_sum() -> None:
     assert (add.operator, add.bytes["state"], add.ms) == ("add", 3 * 2 * 640, pytest.approx(3.84))
 
 
+def test_activations_through_memory_are_told_beside_the_floor() -> None:
+    g = builder()
+    g.output("y", g.op("tanh", g.op("relu", g.input("x", f32(1000)))))
+    found = slow(g, 3).floor
+    assert found.activation_bytes == 3 * 2 * 2 * 4000  # read and written by either, for three sessions
+    assert found.bytes["total"] == 0 and found.bandwidth_ms == 0
+    assert found.unfused_ms == pytest.approx(1e3 * found.activation_bytes / SLOW.bandwidth)
+
+
 def test_the_path_is_a_barrier_a_wave() -> None:
     g = builder()
     y = g.input("x", f32(4))
