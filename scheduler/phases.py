@@ -1,7 +1,8 @@
 """From a beat's graph to phases: storages, views, where state lives, and which weights are made at load.
 
 A storage is one range of memory a slot has (or, for weights, the cohort has). A `Ref` is a place in a storage: a
-view (`reshape`, a contiguous `slice`) is a ref, not a phase.
+view (`reshape`, a contiguous `slice`) is a ref, not a phase. So is what is joined of values that were written side by
+side (`joins`): the only storages that several phases write, each its own part.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from wpk.ir.graph import Graph, Node, Port, Value
 from wpk.ir.types import Type
 from wpk.ops.operator import LIBRARY, Operator, make
 from wpk.ops.payload import PARAMETERS
+from wpk.scheduler.joins import Joins
 from wpk.scheduler.program import Role
 from wpk.scheduler.views import operator_of, overwritten_values, view_start, viewed
 
@@ -88,6 +90,8 @@ class _Lowering:
     phases: list[Phase] = field(default_factory=list)
     writers: dict[int, int] = field(default_factory=dict)  # storage -> phase that wrote it last
     readers: dict[int, list[int]] = field(default_factory=dict)  # storage -> phases that read its present content
+    joined: dict[int, Ref] = field(default_factory=dict)  # result of a join -> where it lies
+    pieces: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)  # of its storage: first, end, writer
 
     def storage(self, name: str, role: Role, type: Type) -> Ref:
         self.storages.append(Storage(len(self.storages), name, role, type))
@@ -117,8 +121,14 @@ class _Lowering:
 
     def phase(self, operator: Operator, inputs: tuple[Value, ...], refs: tuple[Ref, ...], outputs: tuple[Ref, ...],
               label: str) -> Phase:  # fmt: skip
-        index = len(self.phases)
+        index, types = len(self.phases), tuple(v.type for v in inputs)
         after = {self.writers[r.storage] for r in refs if r.storage in self.writers}
+        for ref, type in zip(refs, types, strict=True):
+            end = ref.start + type.bytes
+            after |= {i for lo, hi, i in self.pieces.get(ref.storage, ()) if lo < end and ref.start < hi}
+        for ref, type in zip(outputs, operator.infer(types), strict=True):
+            if ref.storage in self.pieces:
+                self.pieces[ref.storage].append((ref.start, ref.start + type.bytes, index))
         for ref in outputs:
             # Overwriting: after whoever wrote it and all who read what it held.
             after |= {self.writers[ref.storage]} if ref.storage in self.writers else set()
@@ -126,9 +136,9 @@ class _Lowering:
         for ref in refs:
             self.readers.setdefault(ref.storage, []).append(index)
         for ref in outputs:
-            self.writers[ref.storage] = index
+            if ref.storage not in self.pieces:
+                self.writers[ref.storage] = index
             self.readers[ref.storage] = []
-        types = tuple(v.type for v in inputs)
         of_state = any(self.storages[ref.storage].role is Role.STATE for ref in (*refs, *outputs))
         touches = of_state and not _streams_state(operator, types)
         made = Phase(index, operator, types, refs, outputs, label, frozenset(after), touches)
@@ -149,36 +159,40 @@ def lower(graph: Graph) -> Lowered:
         low.bind(port.value, low.storage(port.name, Role.INPUT, port.value.type))
     for state in graph.states:
         low.bind(state.value, low.storage(state.name, Role.STATE, state.value.type))
-    homes = _homes(graph)
+    found = homes(graph)
+    joins = Joins(graph, found)
     for node in graph.nodes:
         if not node.weight:
-            _lower_node(low, node, homes)
+            _lower_node(low, node, found, joins)
     _commit_states(low)
     inputs = tuple((port.name, low.refs[port.value.id]) for port in graph.inputs)
     outputs = tuple((port.name, low.outputs[port.name]) for port in graph.outputs)
     return Lowered(tuple(low.phases), tuple(low.storages), inputs, outputs, _load_graph(low))
 
 
-def _homes(graph: Graph) -> dict[int, tuple[str, str]]:
+def homes(graph: Graph) -> dict[int, tuple[str, str]]:
     """Value id -> the output port or state that it may be written into directly."""
     producers, overwritten = graph.producers(), overwritten_values(graph)
-    homes: dict[int, tuple[str, str]] = {}
+    found: dict[int, tuple[str, str]] = {}
     wanted = [(port.value, ("output", port.name)) for port in graph.outputs]
     wanted += [(state.update, ("state", state.name)) for state in graph.states if state.update is not None]
     for value, home in wanted:
         source = viewed(value, producers)
         computed = source.id in producers and not source.weight and source.id not in overwritten
         if computed and source.type.bytes == value.type.bytes:
-            homes.setdefault(source.id, home)
-    return homes
+            found.setdefault(source.id, home)
+    return found
 
 
-def _lower_node(low: _Lowering, node: Node, homes: Mapping[int, tuple[str, str]]) -> None:
+def _lower_node(low: _Lowering, node: Node, homes: Mapping[int, tuple[str, str]], joins: Joins) -> None:
     operator, label = operator_of(node), node.label or node.op
     refs = tuple(low.read(v, label) for v in node.inputs)
     start = view_start(node)
     if start is not None:
         low.bind(node.outputs[0], replace(refs[0], start=refs[0].start + start))
+        return
+    if node.outputs[0].id in joins.results:
+        low.bind(node.outputs[0], _joined(low, node.outputs[0], homes, joins))
         return
     outputs = []
     for position, value in enumerate(node.outputs):
@@ -187,11 +201,29 @@ def _lower_node(low: _Lowering, node: Node, homes: Mapping[int, tuple[str, str]]
             role = low.storages[outputs[-1].storage].role
             if role not in (Role.STATE, Role.TEMPORARY):
                 raise CompileError(f"{label}: overwrites its operand", wanted="a state", found=role.name.lower())
+        elif value.id in joins.parts:
+            part = joins.parts[value.id]
+            whole = _joined(low, part.whole, homes, joins)
+            outputs.append(replace(whole, start=whole.start + part.start))
         else:
             outputs.append(_home(low, operator, position, node, value, refs, homes))
     low.phase(operator, node.inputs, refs, tuple(outputs), label)
     for value, ref in zip(node.outputs, outputs, strict=True):
         low.bind(value, ref)
+
+
+def _joined(low: _Lowering, whole: Value, homes: Mapping[int, tuple[str, str]], joins: Joins) -> Ref:
+    """Where a joined result lies: in its output port, in a part of another one, or in a temporary."""
+    if whole.id in joins.parts:
+        outer = joins.parts[whole.id]
+        ref = _joined(low, outer.whole, homes, joins)
+        return replace(ref, start=ref.start + outer.start)
+    if whole.id not in low.joined:
+        kind, name = homes.get(whole.id, ("", ""))
+        role = Role.OUTPUT if kind == "output" else Role.TEMPORARY
+        low.joined[whole.id] = low.storage(name or f"joined.{whole.id}", role, whole.type)
+        low.pieces[low.joined[whole.id].storage] = []
+    return low.joined[whole.id]
 
 
 def _home(
