@@ -13,6 +13,7 @@ from wpk.scheduler.cost import Floor, floor
 from wpk.scheduler.emit import emit
 from wpk.scheduler.fuse import fuse
 from wpk.scheduler.memory import plan
+from wpk.scheduler.merge import merge
 from wpk.scheduler.ownership import own_rows
 from wpk.scheduler.phases import Lowered, lower
 from wpk.scheduler.place import place, predicted_seconds
@@ -51,8 +52,8 @@ def lower_beat(
 ) -> Lowered:
     """The passes before waves: one step's graph to the phases of a beat.
 
-    capacity: sessions, by which attention is cut for the target's blocks; None leaves it as it expands. It decides
-    neither which phases there are nor their weights.
+    capacity: sessions, by which attention is cut for the target's blocks, and which count where steps are merged; None
+    leaves attention as it expands, and merges what one session would. It does not decide which weights there are.
     """
     check_graph(graph, library)
     expanded = expand(graph, library)
@@ -63,6 +64,9 @@ def lower_beat(
     show("own_rows", owned)
     beat = unroll(owned, library, steps)
     show("unroll", beat)
+    if steps > 1:
+        beat = merge(beat, library, target, capacity)
+        show("merge", beat)
     lowered = lower(beat)
     show("lower", lowered)
     return lowered

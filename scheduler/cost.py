@@ -6,7 +6,8 @@ compute: FLOPs over the dense rate of their precision, summed. bandwidth: bytes 
 memory's pins, over its rate; activations are left out, since they can stay on the chip. Weights count once for the
 cohort, state for each session: once read and once written, of a cache the rows that are read and the row that is
 written, of a gathered table the rows alone. What a later step of the beat touches again is on the chip still, unless
-more than `ON_CHIP_BYTES` of other weights and state passed in between: a large model reads its weights in every step.
+more than `ON_CHIP_BYTES` of other weights and state passed in between: a large model reads in every step the weights of
+what is not merged into one product of all steps (`merge`).
 
 path: what no schedule can avoid, the longer of two. One is the longest chain of phases that depend on each other, each
 taking max(compute, traffic) on the whole machine. The other is a grid barrier a wave. They are not added up: the next

@@ -109,6 +109,13 @@ def _appended_to(g: GraphBuilder) -> None:
     g.output("y", g.op("concat", rows, b, axis=0))
 
 
+def _appended_to_later(g: GraphBuilder) -> None:
+    a, b = _rows(g)
+    g.output("y", g.op("abs", g.op("concat", a, b, axis=0)))
+    row = g.op("reshape", g.input("x", f32(1, 4)), shape=(4,))
+    g.output("z", g.op("cache_append", a, row, g.position()))
+
+
 def _off_the_lines(g: GraphBuilder) -> None:
     """24 bytes are not where a copy engine can begin."""
     g.output("y", g.op("abs", g.op("concat", *_rows(g, 2, 6), axis=0)))
@@ -121,7 +128,7 @@ def _between(g: GraphBuilder) -> None:
 
 COPIED = (
     _of_an_input, _of_a_state, _twice_the_same, _an_output_too, _what_a_state_becomes, _into_a_state,
-    _part_of_a_value, _appended_to, _off_the_lines, _between,
+    _part_of_a_value, _appended_to, _appended_to_later, _off_the_lines, _between,
 )  # fmt: skip
 
 
