@@ -163,7 +163,7 @@ def _identity(
     graph: Graph, library: Selection, spec: ModelSpec, spec_sha: str, capacity: int, context: int, target: Target
 ) -> str:  # fmt: skip
     """MODEL-capN-ctxT-TARGET-DIGEST8: the digest covers all that decides what the profile does."""
-    phases = lower_beat(graph, library, target, spec.clock.steps_per_beat).phases
+    phases = lower_beat(graph, library, target, spec.clock.steps_per_beat, capacity=capacity).phases
     used = {(p.operator.name, p.operator.version) for p in phases}
     parts = [str(SCHEMA), spec_sha, str(graph), target.model_dump_json(), compiler_version()]
     parts += [LIBRARY.digest(name, version, target.kind) for name, version in sorted(used)]
