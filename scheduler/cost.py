@@ -78,6 +78,11 @@ def phase_seconds(phase: Phase, slots: int, target: Target) -> float:
     return max(_compute_seconds(phase, slots, target), traffic / target.bandwidth) * target.blocks + touches
 
 
+def is_compute_bound(phase: Phase, slots: int, target: Target) -> bool:
+    """Whether a phase computes for longer than its weights take to be read."""
+    return _compute_seconds(phase, slots, target) > phase.operator.cost(*phase.types).weight_bytes / target.bandwidth
+
+
 def floor(phases: Sequence[Phase], storages: Sequence[Storage], slots: int, waves: int, target: Target) -> Floor:
     """The floor of one beat of this program's operations on that target."""
     moved = traffic(phases, storages, slots)

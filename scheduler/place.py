@@ -1,9 +1,10 @@
 """Placement: the share of each phase that each block of the target runs.
 
 A phase that is mostly weights is cut by parts (rows of the weight), so that each block streams its own rows once for
-all sessions. What is mostly state is cut into equal runs of parts, slot after slot; anything else into a grid of slots
-and parts, or, on targets whose bodies take many sessions at once, by sessions. A share shorter than the target's least
-task is not worth a block.
+all sessions; where it has fewer parts than there are blocks and computes for longer than it reads, several blocks take
+a part for some of the sessions each. What is mostly state is cut into equal runs of parts, slot after slot; anything
+else into a grid of slots and parts, or, on targets whose bodies take many sessions at once, by sessions. A share
+shorter than the target's least task is not worth a block.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wpk.ops.operator import Operator
-from wpk.scheduler.cost import phase_seconds
+from wpk.scheduler.cost import is_compute_bound, phase_seconds
 from wpk.scheduler.phases import Lowered, Phase
 from wpk.scheduler.program import Role
 from wpk.scheduler.target import Target
@@ -75,9 +76,13 @@ def split(phase: Phase, slots: int, target: Target, weights: bool) -> list[list[
     cost = phase.operator.cost(*phase.types)
     tiled = most < Operator.task_slots  # its body streams weights, however few
     if tiled or cost.weight_bytes > slots * (cost.activation_bytes + cost.state_bytes):
+        by_part = min(phase.parts, wanted)
+        if not tiled and 2 * by_part <= wanted and is_compute_bound(phase, slots, target):
+            # Blocks that would have no rows of the weight take sessions instead.
+            return [[r] for r in _grid(phase.parts, slots, by_part, min(slots, wanted // by_part))]
         # Every block streams its own rows of the weight, once for each tile of sessions.
         tiles = -(-slots // most)
-        return [[(s, p) for s in _cut(slots, tiles)] for p in _cut(phase.parts, min(phase.parts, wanted))]
+        return [[(s, p) for s in _cut(slots, tiles)] for p in _cut(phase.parts, by_part)]
     if cost.state_bytes > cost.activation_bytes:
         return _sweep(phase.parts, slots, wanted) or _runs(phase.parts, slots, wanted)
     return [[r] for r in _grid(phase.parts, slots, *_even_grid(phase.parts, slots, wanted))]

@@ -125,6 +125,16 @@ def test_a_product_of_tiles_is_cut_by_its_parts_however_few_weights_there_are() 
     assert sorted(p for _, parts in rectangles(tasks, 0) for p in range(*parts)) == [0, 1, 2, 3]
 
 
+def test_blocks_without_rows_of_a_weight_take_sessions_where_there_is_more_to_compute_than_to_read() -> None:
+    g = builder()
+    g.output("y", g.op("linear", g.input("x", f32(1024)), g.weight("w", f32(512, 1024))))  # 32 parts for 132 blocks
+    lowered, target = lowered_beat(g.build()), find_target("h200")
+    assert {slots for slots, _ in rectangles(placed(lowered, 8, target), 0)} == {(0, 8)}  # bound by the weights
+    tasks = placed(lowered, 112, target)
+    assert {slots for slots, _ in rectangles(tasks, 0)} == {(0, 28), (28, 56), (56, 84), (84, 112)}
+    assert len({task.block for task in tasks}) == 128
+
+
 @pytest.mark.parametrize("slots", [7, 56, 112])
 def test_what_is_mostly_state_is_swept_slot_by_slot_by_all_blocks(slots: int) -> None:
     g = builder()
