@@ -13,6 +13,7 @@ from wpk.ir.errors import CompileError, GraphError
 from wpk.ir.graph import Graph, GraphBuilder, Value
 from wpk.ir.text import parse_graph, print_graph
 from wpk.ir.types import bf16, boolean, f32, i32
+from wpk.scheduler.phases import Phase
 from wpk.scheduler.program import Role
 
 Build = Callable[[GraphBuilder], object]
@@ -439,10 +440,22 @@ def test_a_phase_waits_for_all_that_it_shares_bytes_with(graph: Graph) -> None:
         assert all(i < phase.index for i in phase.after)
         before.append(set(phase.after).union(*(before[i] for i in phase.after)))
         for other in lowered.phases[: phase.index]:
-            mine, theirs = ({r.storage for r in p.outputs} for p in (phase, other))
-            read, seen = ({r.storage for r in p.inputs} for p in (phase, other))
-            if mine & (theirs | seen) or read & theirs:
+            (read, mine), (seen, theirs) = spans(phase), spans(other)
+            if meet(mine, theirs + seen) or meet(read, theirs):
                 assert other.index in before[phase.index], (told(lowered), phase.index, other.index)
+
+
+Span = tuple[int, int, int]  # storage, first byte, end
+
+
+def spans(phase: Phase) -> tuple[list[Span], list[Span]]:
+    """What a phase reads and what it writes."""
+    found = [(ref.storage, ref.start, ref.start + size) for _, ref, size in phase.places]
+    return found[: len(phase.inputs)], found[len(phase.inputs) :]
+
+
+def meet(some: list[Span], others: list[Span]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
 
 
 # --- state at hand ------------------------------------------------------------------------------------------------
