@@ -57,4 +57,4 @@ def _lowered(
     machine, spec = find_target(target), find_model(model)
     if steps is not None:
         spec = spec.model_copy(update={"clock": spec.clock.model_copy(update={"steps_per_beat": steps})})
-    return lowered_beat(spec, machine, context), machine
+    return lowered_beat(spec, machine, context, capacity), machine

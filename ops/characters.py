@@ -72,9 +72,9 @@ class CharacterTable(Operator):
                 spelled[rows] = encoded.reshape(len(rows), length, -1).mean(axis=1) @ projection.T
         made = np.empty((len(which), len(projection)), np.float32)
         for start in range(0, len(made), AT_ONCE):
-            rows = slice(start, start + AT_ONCE)
-            kind = np.clip(np.asarray(kinds[rows], np.int64), 0, len(kind_vectors) - 1)
-            made[rows] = spelled[which.reshape(-1)[rows]] + kind_vectors[kind]
+            piece = slice(start, start + AT_ONCE)
+            kind = np.clip(np.asarray(kinds[piece], np.int64), 0, len(kind_vectors) - 1)
+            made[piece] = spelled[which.reshape(-1)[piece]] + kind_vectors[kind]
         return made
 
     def _encoded(

@@ -155,8 +155,9 @@ def test_the_full_size_compiles_for_a_gpu_within_what_is_published_of_it() -> No
     weights, state, activations, _ = made.program.arenas
     assert weights == pytest.approx(24.3e9, rel=0.01) and state == pytest.approx(56 * 0.970e9, rel=0.03)
     assert activations < 1e9 and weights + state + activations < 80e9
-    assert made.floor.bytes["weights"] == pytest.approx(46e9, rel=0.03)  # a beat: two steps
-    assert made.floor.floor_ms == pytest.approx(35.5, rel=0.03) and made.floor.floor_ms < made.predicted_ms < 160
+    assert made.floor.bytes["weights"] == pytest.approx(45.4e9, rel=0.02)  # a beat: two steps, the codec once
+    assert made.floor.bandwidth_ms == pytest.approx(35.7, rel=0.03)
+    assert made.floor.floor_ms == pytest.approx(37.0, rel=0.03) and made.floor.floor_ms < made.predicted_ms < 160
     small = find_model("voicechat-tiny")
     tiny = compile_graph(build_graph(small), Selection(small.operators), target, capacity=8, steps=2)
     assert set(made.program.operators) == set(tiny.program.operators)
