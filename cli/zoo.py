@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,10 @@ import typer
 from wpk.cli.output import Block, Fields, JsonFlag, Output, QuietFlag, Table, refuse, size
 
 if TYPE_CHECKING:
+    from wpk.registry.weights.inventory import Group
     from wpk.zoo.catalog import Entry
+
+MOST_GROUPS = 40  # of an inventory that a person reads
 
 app = typer.Typer(help="The models.", no_args_is_help=True)
 
@@ -173,7 +176,8 @@ def check_weights(
         if not store.present(source):
             store.pull(source, report)
     expected = {tensor: type.shape for tensor, type in expected_tensors(spec).items()}
-    inventory = check_inventory(expected, store.open(source, expected), spec.ignored_tensors)
+    unused = {tensor: type.shape for tensor, type in spec.unused.items()}
+    inventory = check_inventory(expected, store.open(source, expected), spec.ignored_tensors, unused)
     verdict = f"{inventory.found} tensors fit the spec, {inventory.values:,} values"
     if not inventory.ok:
         counts = f"{len(inventory.missing)} missing, {len(inventory.extra)} extra, {len(inventory.misshapen)} misshapen"
@@ -181,9 +185,19 @@ def check_weights(
     out.result(
         {"name": spec.name, "source": str(source)} | inventory.as_dict(),
         names=[spec.name] if inventory.ok else [*inventory.missing, *inventory.extra, *_misshapen(inventory.misshapen)],
-        blocks=[*_first(inventory.lines()), verdict],
+        blocks=[*_first(inventory.lines()), *_groups(inventory.groups), verdict],
     )
     out.verdict(inventory.ok)
+
+
+def _groups(groups: Sequence[Group]) -> list[Block]:
+    """The checkpoint's inventory, where it has several parts."""
+    if len(groups) < 2 or len(groups) > MOST_GROUPS:
+        return []
+    rows = [(g["name"], g["tensors"], f"{g['values']:,}", g["unused"] or None) for g in groups]
+    total = ("all", sum(g["tensors"] for g in groups), f"{sum(g['values'] for g in groups):,}",
+             sum(g["unused"] for g in groups) or None)  # fmt: skip
+    return [Table(("tensors of", "tensors", "values", "unused"), [*rows, total])]
 
 
 @app.command("synthesize")

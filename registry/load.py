@@ -135,5 +135,6 @@ def open_weights(spec: ModelSpec, weights: str | Path | None, where: Settings) -
         store.pull(source)
     expected = {name: type.shape for name, type in expected_tensors(spec).items()}
     tensors = store.open(source, expected)
-    check_inventory(expected, tensors, spec.ignored_tensors).require(spec.name)
+    unused = {name: type.shape for name, type in spec.unused.items()}
+    check_inventory(expected, tensors, spec.ignored_tensors, unused).require(spec.name)
     return tensors

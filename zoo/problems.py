@@ -155,7 +155,7 @@ def _field(model: type[BaseModel], key: int | str) -> FieldInfo | None:
 
 def _is_mapping_key(loc: Location, index: int) -> bool:
     """Whether the part is a key of a mapping in a spec: the name of a port, a tensor, an operator, a feedback."""
-    return (loc[0] in ("tensors", "operators", "feedback") and index == 1) or (
+    return (loc[0] in ("tensors", "unused_tensors", "operators", "feedback", "prefill") and index == 1) or (
         loc[0] in ("ports", "precision") and index == 2
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -39,6 +39,8 @@ from wpk.zoo.wiring import reading_problems, wiring_problems
 
 MAX_BYTES = 1 << 20  # of a spec's text
 SEED = i32(2)
+MAX_UNUSED = 100_000
+_RANGE = re.compile(r"\{([0-9]{1,6})\.\.([0-9]{1,6})\}")
 Kinds = Mapping[str, type[Component]]
 Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$", max_length=64)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4000)]
@@ -64,6 +66,24 @@ def _specifier(text: str) -> str:
     except InvalidSpecifier:
         raise ValueError("wanted versions such as '>=1,<2'") from None
     return text
+
+
+def _ranges(named: dict[str, Type]) -> dict[str, Type]:
+    """Refuse ranges that are none, and more names than a checkpoint has."""
+    total = sum(math.prod(max(0, int(hi) - int(lo) + 1) for lo, hi in _RANGE.findall(name)) for name in named)
+    if not named or 1 <= total <= MAX_UNUSED:
+        return named
+    raise ValueError(f"wanted ranges such as {{1..3}} and at most {MAX_UNUSED} names, found {total}")
+
+
+def _each(name: str) -> Iterator[str]:
+    """The names that a name with ranges stands for."""
+    match = _RANGE.search(name)
+    if match is None:
+        yield name
+        return
+    for number in range(int(match[1]), int(match[2]) + 1):
+        yield from _each(f"{name[: match.start()]}{number}{name[match.end() :]}")
 
 
 def _component(data: Any, info: ValidationInfo) -> Component:
@@ -264,7 +284,8 @@ class ModelSpec(_Part):
     reference: where the architecture is described. context: steps of history that caches have room for where nobody
     says another number. operators: versions that the model may be built with, for operators that it names; others
     may have any. tensors: parameter path COMPONENT.PARAMETER -> tensor of the checkpoint (see `zoo.tensors`).
-    ignored_tensors: globs of tensors that the checkpoint holds and the model leaves unused. events: what is read out
+    unused_tensors: tensors that the checkpoint holds and the model leaves unused, with their types; {1..3} in a name
+    stands for each of these numbers. ignored_tensors: globs of others. events: what is read out
     of the outputs. reply_s: seconds after the end of its input in which a session may still answer.
     """
 
@@ -286,6 +307,7 @@ class ModelSpec(_Part):
     operators: dict[str, Annotated[str, AfterValidator(_specifier)]] = {}
     precision: Precision = Precision()
     tensors: dict[str, TensorEntry] = {}
+    unused_tensors: Annotated[dict[Text, TypeField], AfterValidator(_ranges)] = {}
     ignored_tensors: tuple[Text, ...] = ()
     events: Events | None = None
     reply_s: Seconds = 0.0
@@ -395,6 +417,11 @@ class ModelSpec(_Part):
             wanted = ", ".join(port.labels) or f"labels of the port {self.events.port!r}"
             return [Problem(("events", "labels"), "labels of the port", wanted, ", ".join(missing))]
         return []
+
+    @property
+    def unused(self) -> dict[str, Type]:
+        """Every tensor of the checkpoint that the model is known to leave unused."""
+        return {each: type for name, type in self.unused_tensors.items() for each in _each(name)}
 
     @property
     def latency_samples(self) -> int:

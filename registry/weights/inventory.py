@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypedDict
-
-import numpy as np
 
 from wpk.ir.errors import WeightsError
 from wpk.registry.formats.tensors import Shape, TensorSet
+
+
+class Group(TypedDict):
+    """Tensors whose names begin alike: how many, their numbers, and how many of them the model leaves unused."""
+
+    name: str
+    tensors: int
+    values: int
+    unused: int
 
 
 class Misshapen(TypedDict):
@@ -23,8 +32,8 @@ class Misshapen(TypedDict):
 class Inventory:
     """A spec's tensors beside a file's, complete.
 
-    expected, found: numbers of tensors (auxiliary and ignored ones are not counted as found). values: numbers in
-    all expected tensors, the parameters. ok: nothing missing, extra or misshapen.
+    expected, found: numbers of tensors (auxiliary, unused and ignored ones are not counted as found). values: numbers
+    in all expected tensors, the parameters. groups: expected and unused ones. ok: nothing missing, extra or misshapen.
     """
 
     expected: int
@@ -33,6 +42,7 @@ class Inventory:
     extra: list[str]
     misshapen: list[Misshapen]
     values: int
+    groups: list[Group] = field(default_factory=list)
     _shapes: Mapping[str, Shape] = field(default_factory=dict, repr=False)
 
     @property
@@ -49,6 +59,7 @@ class Inventory:
             "extra": self.extra,
             "misshapen": self.misshapen,
             "values": self.values,
+            "groups": self.groups,
         }
 
     def lines(self) -> list[str]:
@@ -71,22 +82,29 @@ class Inventory:
             )
 
 
-def check_inventory(expected: Mapping[str, Shape], found: TensorSet, ignore: Sequence[str] = ()) -> Inventory:
+def check_inventory(
+    expected: Mapping[str, Shape],
+    found: TensorSet,
+    ignore: Sequence[str] = (),
+    unused: Mapping[str, Shape] = MappingProxyType({}),
+) -> Inventory:
     """Compare names and shapes; nothing is loaded, everything is listed, in the order of the spec or the file.
 
-    ignore: globs of tensors that the spec leaves unused on purpose; they are not extra. Auxiliary tensors of a file
-    (TensorInfo.auxiliary) never are.
+    unused: tensors that the spec leaves unused on purpose; they may be lacking, but not be misshapen. ignore: globs of
+    others; they are not extra. Auxiliary tensors of a file (TensorInfo.auxiliary) never are.
     """
-    shapes = {name: tuple(int(size) for size in shape) for name, shape in expected.items()}
+    shapes, spare = ({n: tuple(int(s) for s in shape) for n, shape in some.items()} for some in (expected, unused))
     relevant = {
         name: info.shape
         for name, info in found.tensors.items()
-        if name in shapes or not (info.auxiliary or any(fnmatch.fnmatchcase(name, glob) for glob in ignore))
+        if name in shapes
+        or not (name in spare or info.auxiliary or any(fnmatch.fnmatchcase(name, glob) for glob in ignore))
     }
+    held = {**relevant, **{name: found.tensors[name].shape for name in spare if name in found.tensors}}
     misshapen: list[Misshapen] = [
-        {"name": name, "wanted": list(shape), "found": list(relevant[name])}
-        for name, shape in shapes.items()
-        if name in relevant and relevant[name] != shape
+        {"name": name, "wanted": list(shape), "found": list(held[name])}
+        for name, shape in {**spare, **shapes}.items()
+        if name in held and held[name] != shape
     ]
     return Inventory(
         expected=len(shapes),
@@ -94,6 +112,20 @@ def check_inventory(expected: Mapping[str, Shape], found: TensorSet, ignore: Seq
         missing=[name for name in shapes if name not in relevant],
         extra=[name for name in relevant if name not in shapes],
         misshapen=misshapen,
-        values=sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values()),
-        _shapes={**relevant, **shapes},
+        values=sum(math.prod(shape) for shape in shapes.values()),
+        groups=_groups(shapes, spare),
+        _shapes={**relevant, **spare, **shapes},
     )
+
+
+def _groups(expected: Mapping[str, Shape], unused: Mapping[str, Shape]) -> list[Group]:
+    """By the first two parts of the name, in the order in which they come."""
+    found: dict[str, Group] = {}
+    for shapes, spare in ((expected, 0), (unused, 1)):
+        for name, shape in shapes.items():
+            head = ".".join(name.split(".")[:2])
+            group = found.setdefault(head, {"name": head, "tensors": 0, "values": 0, "unused": 0})
+            group["tensors"] += 1
+            group["values"] += math.prod(shape)
+            group["unused"] += spare
+    return list(found.values())

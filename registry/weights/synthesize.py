@@ -49,7 +49,7 @@ def synthetic_source(spec: ModelSpec, seed: int | None = None) -> SyntheticSourc
 def synthesize(
     spec: ModelSpec, path: Path, *, seed: int | None = None, replace: bool = False, progress: Progress = silent
 ) -> Synthesized:
-    """Write a checkpoint for a spec: names, shapes and dtypes as it expects them, values as of `weights: {synthetic}`.
+    """Write a checkpoint for a spec: every tensor that it expects or names as unused, values as of a synthetic source.
 
     The model does the same with this file, bit for bit, as with that source. Numbers are made as they are written,
     a piece at a time; the file appears whole or not at all. seed: None takes the spec's own (`synthetic_source`).
@@ -60,7 +60,7 @@ def synthesize(
     """
     if path.suffix.lower() != SUFFIX:
         raise UsageError(f"a checkpoint is a {SUFFIX} file", wanted=f"a name that ends in {SUFFIX}", found=path.name)
-    expected, source = expected_tensors(spec), synthetic_source(spec, seed)
+    expected, source = expected_tensors(spec) | spec.unused, synthetic_source(spec, seed)
     tensors = {name: TensorInfo(type.shape, _NAMES[type.dtype]) for name, type in expected.items()}
     made = SyntheticSet({name: info.shape for name, info in tensors.items()}, source)
     header, order = safetensors_header(tensors)

@@ -68,6 +68,12 @@ def test_every_tensor_has_the_expected_name_shape_dtype_and_values(tmp_path: Pat
 
 
 @pytest.mark.oracle
+def test_tensors_that_are_known_and_unused_are_written_too(tmp_path: Path) -> None:
+    spec = vad(unused_tensors={"training.{0..1}.w": "f32[2,3]"})
+    made = synthesize.synthesize(spec, tmp_path / "w.safetensors")
+    assert set(open_path(made.file).tensors) == {*expected_tensors(spec), "training.0.w", "training.1.w"}
+
+
 def test_the_reference_library_reads_the_file(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     spec = vad()

@@ -597,6 +597,19 @@ def test_what_a_spec_ignores_on_purpose_is_not_extra() -> None:
     check_inventory({"other.w": (2,)}, held(**{"other.w": (2,)}), ignore=("other.*",)).require("model")
 
 
+def test_tensors_that_are_known_and_unused_may_lack_but_must_fit() -> None:
+    unused = {"other.w": (2,), "other.v": (3,)}
+    found = check_inventory({"a.b.c": (4,)}, held(**{"a.b.c": (4,), "other.w": (2,)}), unused=unused)
+    assert found.ok and (found.expected, found.found, found.values) == (1, 1, 4)
+    assert found.groups == [
+        {"name": "a.b", "tensors": 1, "values": 4, "unused": 0},
+        {"name": "other.w", "tensors": 1, "values": 2, "unused": 1},
+        {"name": "other.v", "tensors": 1, "values": 3, "unused": 1},
+    ]
+    wrong = check_inventory({"a.b.c": (4,)}, held(**{"a.b.c": (4,), "other.w": (9,)}), unused=unused)
+    assert wrong.misshapen == [{"name": "other.w", "wanted": [2], "found": [9]}] and not wrong.ok
+
+
 def test_numbers_of_an_onnx_graph_are_not_extra_but_can_be_asked_for(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     from wpk.registry.formats import open_file

@@ -331,6 +331,20 @@ def test_a_seed_is_two_words() -> None:
         ModelSpec.from_data(small(ports=seeded))
 
 
+# --- tensors that are known and not read ---
+def test_unused_tensors_may_be_named_by_ranges() -> None:
+    spec = ModelSpec.from_data(small(unused_tensors={"a.{1..2}.b.{9..10}": "f32[2,3]", "c": "i32[]"}))
+    assert list(spec.unused) == ["a.1.b.9", "a.1.b.10", "a.2.b.9", "a.2.b.10", "c"]
+    assert str(spec.unused["a.2.b.9"]) == "f32[2,3]"
+    assert ModelSpec.from_yaml(spec.to_yaml()) == spec
+
+
+@pytest.mark.parametrize("name", ["a.{3..2}", "a.{0..999999}.{0..999999}"])
+def test_a_range_of_nothing_or_too_much_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match=r"unused_tensors: wanted ranges such as \{1..3\} and at most 100000 names"):
+        ModelSpec.from_data(small(unused_tensors={name: "f32[]"}))
+
+
 # --- precision ----------------------------------------------------------------------------------------------------
 def test_a_component_may_have_a_precision_of_its_own() -> None:
     spec = ModelSpec.from_data(small(precision={"policy": "bf16", "components": {"head": "f32"}}))
