@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wpk.registry import Session
-from wpk.zoo.spec import InputPort, ModelSpec
+from wpk.zoo.ports import InputPort
+from wpk.zoo.spec import ModelSpec
 
 Array = NDArray[Any]
 Frame = dict[Session, dict[str, Array]]  # the inputs of one beat

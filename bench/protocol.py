@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from wpk.bench.times import figures
 from wpk.ir.errors import UsageError
-from wpk.zoo.spec import Clock
+from wpk.zoo.ports import Clock
 
 LEAD_S, SCORE_S, TAIL_S, RUNS = 40.0, 80.0, 8.0, 3
 TAIL_SAMPLES = 100  # scored beats of a session, at least: p99.9 and max are read from the slowest of them

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from wpk.bench.protocol import TAIL_SAMPLES, Protocol
 from wpk.ir.errors import UsageError
-from wpk.zoo.spec import Clock
+from wpk.zoo.ports import Clock
 
 PROBE_LEAD_S, PROBE_SCORE_S = 4.0, 16.0
 Holds = Callable[[int], bool]

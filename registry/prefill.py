@@ -25,7 +25,8 @@ from wpk.scheduler.compile import compile_graph
 from wpk.scheduler.program import Direction, Program, Role
 from wpk.scheduler.target import Target
 from wpk.zoo.build import build_prefill
-from wpk.zoo.spec import ModelSpec, PrefillInput
+from wpk.zoo.prefill import PrefillInput
+from wpk.zoo.spec import ModelSpec
 
 Bytes = NDArray[np.uint8]
 

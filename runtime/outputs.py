@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from wpk.ir.errors import SpecError
 from wpk.runtime.audio import write_wav
 from wpk.runtime.play import Played
-from wpk.zoo.spec import ModelSpec, PeakEvents, SegmentEvents, Vocabulary
+from wpk.zoo.events import PeakEvents, SegmentEvents
+from wpk.zoo.ports import Vocabulary
+from wpk.zoo.spec import ModelSpec
 
 Array = NDArray[Any]
 Outputs = dict[str, Any]

@@ -12,8 +12,9 @@ from wpk.ops import LIBRARY
 from wpk.ops.operator import OperatorLibrary
 from wpk.ops.requirements import Selection
 from wpk.zoo.component import Component
+from wpk.zoo.ports import Feedback, OutputPort
 from wpk.zoo.problems import Location, Problem, close_hint, spec_error
-from wpk.zoo.spec import Feedback, ModelSpec, OutputPort
+from wpk.zoo.spec import ModelSpec
 from wpk.zoo.tensors import TensorMap, Tensors
 from wpk.zoo.wiring import read_by
 

@@ -37,7 +37,8 @@ from wpk.zoo.build import build_graph
 from wpk.zoo.component import Component, add_kinds, installed_kinds, kinds_in
 from wpk.zoo.problems import close_hint
 from wpk.zoo.sources import PathSource
-from wpk.zoo.spec import MAX_BYTES, ModelSpec, Slug, parse_yaml
+from wpk.zoo.spec import ModelSpec, Slug
+from wpk.zoo.text import MAX_BYTES, parse_yaml
 
 _SLUG: TypeAdapter[str] = TypeAdapter(Slug)
 SPEC, RECORD, CODE = "spec.yaml", "added.json", "components.py"

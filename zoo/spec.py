@@ -9,55 +9,36 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    PlainSerializer,
-    PlainValidator,
-    SerializeAsAny,
     StringConstraints,
     ValidationError,
-    ValidationInfo,
     model_validator,
 )
 
-from wpk.ir.errors import GraphError, SpecError
-from wpk.ir.types import DType, Type, i32, parse_type
-from wpk.zoo.component import Component, Count, Name, Reference, Size, installed_kinds, parse_component
+from wpk.ir.errors import SpecError
+from wpk.ir.types import DType, Type
+from wpk.zoo.component import Component, Name, Size, installed_kinds
+from wpk.zoo.events import Events, SegmentEvents
+from wpk.zoo.part import Part, Seconds, Text, TypeField
+from wpk.zoo.ports import SEED, Clock, Feedback, OutputPort, Ports
+from wpk.zoo.prefill import AnyComponent, Prefill, written_out
 from wpk.zoo.problems import Problem, problems_of, raise_problems, spec_error
 from wpk.zoo.sources import Source
 from wpk.zoo.tensors import Policy, TensorEntry
+from wpk.zoo.text import parse_yaml
 from wpk.zoo.wiring import reading_problems, wiring_problems
 
-MAX_BYTES = 1 << 20  # of a spec's text
-SEED = i32(2)
 MAX_UNUSED = 100_000
 _RANGE = re.compile(r"\{([0-9]{1,6})\.\.([0-9]{1,6})\}")
 Kinds = Mapping[str, type[Component]]
 Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$", max_length=64)]
-Text = Annotated[str, StringConstraints(min_length=1, max_length=4000)]
-Seconds = Annotated[float, Field(ge=0.0, le=3600.0)]
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-def _parse_type(value: Any) -> Type:
-    if isinstance(value, Type):
-        return value
-    try:
-        return parse_type(value)
-    except (GraphError, AttributeError):
-        raise ValueError("wanted a type such as f32[512]: f32, bf16, i32 or bool with sizes of at least 1") from None
-
-
-TypeField = Annotated[Type, PlainValidator(_parse_type), PlainSerializer(str, return_type=str)]
 
 
 def _specifier(text: str) -> str:
@@ -86,15 +67,7 @@ def _each(name: str) -> Iterator[str]:
         yield from _each(f"{name[: match.start()]}{number}{name[match.end() :]}")
 
 
-def _component(data: Any, info: ValidationInfo) -> Component:
-    return parse_component(data, (info.context or {}).get("kinds") or installed_kinds())
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
-
-
-class Licence(_Part):
+class Licence(Part):
     """SPDX names of the licences of the published code and weights; attribution: what the weights' licence asks for."""
 
     code: Text
@@ -105,127 +78,7 @@ class Licence(_Part):
         return self.code if self.code == self.weights else f"{self.code}, weights {self.weights}"
 
 
-class Clock(_Part):
-    """What drives the model: samples of the main input per step, at `sample_rate` hertz; steps served by one beat."""
-
-    sample_rate: Size
-    samples_per_step: Size
-    steps_per_beat: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
-
-    @property
-    def step_ms(self) -> float:
-        return 1000.0 * self.samples_per_step / self.sample_rate
-
-
-class InputPort(_Part):
-    """What a session is given every step. sample_rate in hertz, for audio.
-
-    A seed, i32[2], is not given with a step: it is the session's own, said when it joins, and keys its random numbers.
-    """
-
-    type: TypeField
-    kind: Literal["audio", "features", "tokens", "seed"]
-    sample_rate: Size | None = None
-
-
-class Vocabulary(_Part):
-    """What tokens spell. pieces: of the tokens 0, 1, ...; in them "\u2581" is a space (SentencePiece).
-
-    silent: tokens that spell nothing, such as padding or a blank; so do those without a piece.
-    """
-
-    pieces: Annotated[tuple[Annotated[str, StringConstraints(max_length=200)], ...], Field(min_length=1)]
-    silent: tuple[Count, ...] = ()
-
-    def spell(self, tokens: Iterable[int]) -> str:
-        """The tokens' pieces one after the other."""
-        return "".join(self.pieces[t] for t in tokens if 0 <= t < len(self.pieces) and t not in self.silent)
-
-    def text(self, spelled: str) -> str:
-        """What pieces say, without spaces at the ends."""
-        return spelled.replace("\u2581", " ").strip()
-
-
-class OutputPort(_Part):
-    """What a session gives every step.
-
-    from: COMPONENT or COMPONENT.OUTPUT. labels: names of a vector's entries. sample_rate in hertz, for audio.
-    latency_samples: how far, in samples of the clock, it lies behind the input of its step. vocabulary: what its
-    tokens spell.
-    """
-
-    type: TypeField
-    kind: Literal["probability", "logit", "audio", "features", "tokens"]
-    source: Reference = Field(alias="from")
-    labels: tuple[Name, ...] = ()
-    sample_rate: Size | None = None
-    latency_samples: Count = 0
-    vocabulary: Vocabulary | None = None
-
-
-class Ports(_Part):
-    inputs: Annotated[dict[Name, InputPort], Field(min_length=1)]
-    outputs: Annotated[dict[Name, OutputPort], Field(min_length=1)]
-
-
-class Feedback(_Part):
-    """What a component gave one step before, under a name that components may read like an input port.
-
-    from: COMPONENT or COMPONENT.OUTPUT. initial: every value in a session's first step.
-    """
-
-    type: TypeField
-    source: Reference = Field(alias="from")
-    initial: Annotated[float, Field(ge=-1e9, le=1e9)] = 0.0
-
-
-class PrefillInput(_Part):
-    """What components are fed in a prefill, a row a step: written out, or the rows of a tensor of the checkpoint.
-
-    type: of a row. values: all rows' numbers, one after the other. tensor: its name; shape: its shape, where that is
-    not [steps, *row].
-    """
-
-    type: TypeField
-    values: tuple[float, ...] = ()
-    tensor: str = ""
-    shape: tuple[Size, ...] = ()
-
-    @model_validator(mode="after")
-    def _one_source(self) -> PrefillInput:
-        if bool(self.values) == bool(self.tensor):
-            raise ValueError("wanted either 'values' or 'tensor'")
-        if self.shape and not self.tensor:
-            raise ValueError("wanted 'shape' with a tensor alone")
-        if len(self.values) % self.type.size:
-            raise ValueError(f"wanted values for whole rows of {self.type}, found {len(self.values)}")
-        return self
-
-
-class Prefill(_Part):
-    """Steps that components of the model have behind them when a session joins: a prompt, a voice.
-
-    They run once, when a profile is loaded, through `components`; what these keep is then the initial state of the
-    model's components of the same names. An entry of `components` is written like one of the model's, or
-    {use: NAME, ...}: the model's component of that name with other fields, its `kind` too. steps: how many.
-    """
-
-    steps: Size
-    inputs: Annotated[dict[Name, PrefillInput], Field(min_length=1)]
-    components: Annotated[
-        tuple[Annotated[SerializeAsAny[Component], BeforeValidator(_component)], ...], Field(min_length=1)
-    ]
-
-    @model_validator(mode="after")
-    def _rows_are_steps(self) -> Prefill:
-        for name, given in self.inputs.items():
-            rows = (math.prod(given.shape) if given.shape else len(given.values)) // given.type.size
-            if (given.values or given.shape) and rows != self.steps:
-                raise ValueError(f"wanted {self.steps} rows of the input {name!r}, found {rows}")
-        return self
-
-
-class Precision(_Part):
+class Precision(Part):
     """f32: weights, state and arithmetic in float32.
 
     bf16: in components that offer it, matrices, what they multiply, and caches are bf16; products sum in f32, and
@@ -238,47 +91,7 @@ class Precision(_Part):
     components: dict[Name, Policy] = {}
 
 
-class SegmentEvents(_Part):
-    """Stretches where a probability is high (voice activity).
-
-    port: of the probability, one value a step. A segment opens at the first of `onset_steps` consecutive steps with
-    probability >= onset and closes at the first of `offset_steps` with probability < offset. Then, in seconds:
-    silences shorter than min_silence_s are closed, segments shorter than min_speech_s dropped, both ends moved out by
-    pad_s.
-    """
-
-    kind: Literal["segments"] = "segments"
-    port: Name
-    onset: Probability = 0.5
-    offset: Probability = 0.35
-    onset_steps: Annotated[int, Field(strict=True, ge=1, le=1000)] = 1
-    offset_steps: Annotated[int, Field(strict=True, ge=1, le=1000)] = 1
-    min_speech_s: Seconds = 0.0
-    min_silence_s: Seconds = 0.0
-    pad_s: Seconds = 0.0
-
-
-class PeakEvents(_Part):
-    """Moments where a probability peaks (beats, onsets).
-
-    port: of the probabilities. labels: those of its entries whose sum is the activation, and which name the peak: the
-    largest one. A peak is a local maximum >= threshold; of two closer than min_distance_s the higher stays. Step n
-    stands for the moment n * step + offset_s. Steps before start_step mean nothing yet.
-    """
-
-    kind: Literal["peaks"] = "peaks"
-    port: Name
-    labels: Annotated[tuple[Name, ...], Field(min_length=1)]
-    threshold: Probability = 0.5
-    min_distance_s: Seconds = 0.0
-    offset_s: Annotated[float, Field(ge=-3600.0, le=3600.0)] = 0.0
-    start_step: Count = 0
-
-
-Events = Annotated[SegmentEvents | PeakEvents, Field(discriminator="kind")]
-
-
-class ModelSpec(_Part):
+class ModelSpec(Part):
     """A model of the zoo.
 
     reference: where the architecture is described. context: steps of history that caches have room for where nobody
@@ -300,9 +113,7 @@ class ModelSpec(_Part):
     context: Size = 1
     ports: Ports
     feedback: dict[Name, Feedback] = {}
-    components: Annotated[
-        tuple[Annotated[SerializeAsAny[Component], BeforeValidator(_component)], ...], Field(min_length=1)
-    ]
+    components: Annotated[tuple[AnyComponent, ...], Field(min_length=1)]
     prefill: dict[Name, Prefill] = {}
     operators: dict[str, Annotated[str, AfterValidator(_specifier)]] = {}
     precision: Precision = Precision()
@@ -319,7 +130,7 @@ class ModelSpec(_Part):
         if not isinstance(data, dict) or not isinstance(data.get("prefill"), dict):
             return data
         own = {c.get("name", c.get("kind")): c for c in data.get("components", ()) if isinstance(c, dict)}
-        return data | {"prefill": {name: _written_out(one, own) for name, one in data["prefill"].items()}}
+        return data | {"prefill": {name: written_out(one, own) for name, one in data["prefill"].items()}}
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSpec:
@@ -473,62 +284,3 @@ class ModelSpec(_Part):
 
     def to_json(self) -> str:
         return json.dumps(self.to_data(), indent=2, ensure_ascii=False) + "\n"
-
-
-def _written_out(prefill: Any, own: Mapping[Any, Any]) -> Any:
-    if not isinstance(prefill, dict) or not isinstance(prefill.get("components"), list | tuple):
-        return prefill
-    parts = []
-    for part in prefill["components"]:
-        used = own.get(part.get("use")) if isinstance(part, dict) else None
-        if used is not None:
-            given = {k: v for k, v in part.items() if k != "use"}
-            part = {k: v for k, v in used.items() if k != "input"} | {"name": part["use"]} | given
-        parts.append(part)
-    return prefill | {"components": parts}
-
-
-# --- YAML ---------------------------------------------------------------------------------------------------------
-class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, more strictly: no key twice, no aliases; and 1e-5 is a number, as in YAML 1.2."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call, unused-ignore]
-            raise yaml.constructor.ConstructorError(None, None, "aliases are not used in specs", mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            name = self.construct_object(key, deep=True)
-            if not isinstance(name, str):
-                raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} is no text", key.start_mark)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} is there twice", key.start_mark)
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """Plain data of a YAML text. Raises SpecError that says where it is wrong."""
-    if len(text) > MAX_BYTES:
-        raise SpecError(f"{source} is too long for a spec", wanted=f"at most {MAX_BYTES} bytes", found=len(text))
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
-        raise SpecError(f"{source} is no YAML of a spec: {place}", wanted="YAML", found=error.problem) from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise SpecError(f"{source} is no YAML of a spec", wanted="YAML", found=str(error)) from None
-    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:  # a tag such as !!bool on another text
-        found, hint = f"{type(error).__name__}: {error}", "check the values that carry a tag (`!!`); specs need none"
-        raise SpecError(
-            f"{source} is no YAML of a spec", wanted="values that fit their tags", found=found, hint=hint
-        ) from None

@@ -19,8 +19,8 @@ from wpk.bench.times import figures
 from wpk.ir.errors import CapacityError, KernelError, StoreError, UnknownModelError, UsageError, WeightsError
 from wpk.registry import Cohort, catalog
 from wpk.zoo.baselines import BASELINES, Baseline, Feed, Network
+from wpk.zoo.ports import InputPort
 from wpk.zoo.sources import PathSource, PypiSource
-from wpk.zoo.spec import InputPort
 
 SPEC = """\
 name: tiny

@@ -17,7 +17,7 @@ from wpk.bench.density import bench_density
 from wpk.bench.feed import MOST_FRAMES, frames
 from wpk.bench.protocol import Protocol
 from wpk.ir.errors import KernelError, TargetError, UsageError
-from wpk.zoo.spec import Clock, InputPort
+from wpk.zoo.ports import Clock, InputPort
 
 SHORT = Protocol(0.1, 0.5, 0.05, 3)  # 10, 50 and 5 beats
 CLAIMS = {"held", "late", "on_time", "late_beats", "beat_ms", "kernel_ms", "headroom", "above_floor"}

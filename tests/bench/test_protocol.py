@@ -9,7 +9,7 @@ import pytest
 
 from wpk.bench.protocol import MOMENTS, Beats, Moments, Protocol, scored, timeline
 from wpk.ir.errors import UsageError
-from wpk.zoo.spec import Clock
+from wpk.zoo.ports import Clock
 
 MS = 1_000_000
 

@@ -9,7 +9,7 @@ import pytest
 from wpk.bench.protocol import TAIL_SAMPLES, Protocol
 from wpk.bench.search import highest, parsed_range, probe_protocol
 from wpk.ir.errors import UsageError
-from wpk.zoo.spec import Clock
+from wpk.zoo.ports import Clock
 
 
 @pytest.mark.parametrize(("lo", "hi"), [(1, 1), (1, 20), (7, 12)])

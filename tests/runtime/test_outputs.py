@@ -13,7 +13,8 @@ import soundfile
 from wpk.ir.errors import SpecError
 from wpk.runtime.outputs import distinct, hysteresis, pick_peaks, session_outputs, speech_segments, summary
 from wpk.runtime.play import Played, Recording
-from wpk.zoo.spec import ModelSpec, SegmentEvents
+from wpk.zoo.events import SegmentEvents
+from wpk.zoo.spec import ModelSpec
 
 HEAD = """\
 name: m
