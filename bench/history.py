@@ -14,7 +14,7 @@ POSITION = "position"  # the states in which a graph counts the steps of a sessi
 
 
 def start_at(program: Program, image: NDArray[Any], position: int) -> None:
-    """Let sessions start with `position` steps behind them: written into the initial image of one slot's state.
+    """Let sessions start with `position` steps behind them, beside those of a prefill, in one slot's initial image.
 
     What those steps would have left in other state is not there: caches hold zeros and recurrences their initial
     values. So a beat moves the bytes that it would move then, and its outputs mean nothing. UsageError where the
@@ -30,4 +30,5 @@ def start_at(program: Program, image: NDArray[Any], position: int) -> None:
         )  # fmt: skip
     for index in found:
         offset = int(program.values[index]["offset"])
-        image[offset : offset + 4] = np.frombuffer(np.int32(position).tobytes(), np.uint8)
+        place = image[offset : offset + 4]
+        place[:] = np.frombuffer(np.int32(place.view(np.int32)[0] + position).tobytes(), np.uint8)

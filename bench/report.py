@@ -59,6 +59,13 @@ class Series:
         return list(found), list(found.values())
 
 
+_DRAWN = (
+    "model", "target", "capacity", "context", "period_ms", "machine", "threads", "beat_ms", "kernel_ms", "floor_ms",
+    "late",
+)  # fmt: skip
+NEEDED = {"beat": _DRAWN, "density": (*_DRAWN, "held", "beats", "session_beats", "headroom", "above_floor")}
+
+
 def read_attempts(places: Iterable[Path]) -> list[Attempt]:
     """Every .json file of these files and folders, by the moment at which its attempt began."""
     files: dict[Path, None] = {}
@@ -85,7 +92,10 @@ def _read(path: Path) -> Attempt:
         return Attempt(path, None, f"cannot be read: {error}")
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return Attempt(path, None, "no record of a measurement")
-    return Attempt(path, record)
+    lacking = [] if "error" in record else [name for name in NEEDED.get(record["kind"], ()) if name not in record]
+    if record["kind"] == "density" and not isinstance(record.get("point"), dict):
+        lacking.append("point")
+    return Attempt(path, None, f"lacks {', '.join(lacking)}") if lacking else Attempt(path, record)
 
 
 # --- points of density ----------------------------------------------------------------------------------------------
@@ -218,7 +228,7 @@ def series(attempts: Sequence[Attempt]) -> list[Series]:
 def _measured(record: Record) -> Measured:
     ms = {
         "p50": record["beat_ms"]["p50"], "p99": record["beat_ms"]["p99"], "kernel": record["kernel_ms"]["p50"],
-        "floor": record["floor_measured"]["floor_ms"],
+        "floor": record.get("floor_measured", {}).get("floor_ms", record["floor_ms"]),
     }  # fmt: skip
     return Measured(record["capacity"], ms, record["late"], record.get("protocol") != "shortened")
 

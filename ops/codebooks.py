@@ -45,7 +45,8 @@ class EmbeddingSum(Operator):
 
     def cost(self, *types: Type) -> Cost:
         moved = types[0].size * types[1].shape[2]
-        return Cost({"f32": moved}, activation_bytes=4 * moved)
+        (y,) = self.infer(types)
+        return Cost({"f32": moved}, activation_bytes=types[0].bytes + y.bytes, gathered_bytes=4 * moved)
 
     def parts(self, *types: Type) -> int:
         return -(-types[1].shape[2] // COLUMNS)
@@ -108,7 +109,7 @@ class SelectedLinear(Operator):
 
     def cost(self, *types: Type) -> Cost:
         _, n, k = types[1].shape
-        return Cost({"f32": 2 * n * k}, activation_bytes=4 * (n * k + n + k))
+        return Cost({"f32": 2 * n * k}, activation_bytes=4 * (n + k), gathered_bytes=4 * n * k)
 
     def parts(self, *types: Type) -> int:
         return -(-types[1].shape[1] // ROWS)

@@ -96,7 +96,7 @@ class Embedding(Lookup):
 
     def cost(self, *types: Type) -> Cost:
         (y,) = self.infer(types)
-        return Cost({}, activation_bytes=y.size * types[1].dtype.bytes + y.bytes)
+        return Cost({}, activation_bytes=y.bytes, gathered_bytes=y.size * types[1].dtype.bytes)
 
     def parts(self, *types: Type) -> int:
         return -(-types[1].shape[1] // COLUMNS)

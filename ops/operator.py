@@ -70,13 +70,15 @@ def attr(default: Any = dataclasses.MISSING) -> Any:
 class Cost:
     """Work of one session's application, weights counted once per cohort.
 
-    flops by precision of the products ("f32", "tf32", "bf16"); bytes by kind.
+    flops by precision of the products ("f32", "tf32", "bf16"); bytes by kind. gathered: of a table among the weights,
+    those that the session itself looks up.
     """
 
     flops: Mapping[str, int]
     weight_bytes: int = 0
     state_bytes: int = 0
     activation_bytes: int = 0
+    gathered_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,9 @@ def run_prefills(
         rows = {name: _rows(given, prefill.steps, tensors) for name, given in prefill.inputs.items()}
         kernel = start(one.program, one.load)
         try:
-            found |= _left_behind(kernel, rows, prefill.steps)
+            left = _left_behind(kernel, rows, prefill.steps)
+            own = {part.name for part in spec.components}
+            found |= {name: data for name, data in left.items() if name.partition(".")[0] in own}
         finally:
             kernel.close()
     return found

@@ -12,6 +12,8 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from wpk.ir.errors import CompileError
+
 
 class Contraction:
     """Nodes 0 to n - 1 in an order in which each follows what it depends on; sets of them become one node."""
@@ -96,13 +98,18 @@ class Contraction:
 
     def order(self) -> Iterator[tuple[int, ...]]:
         """The members of every node, each after all that it depends on; of those that may be next the earliest."""
-        waiting = {node: len(self._before[node]) for node in self._members}
+        waiting, given = {node: len(self._before[node]) for node in self._members}, 0
         ready = [node for node, count in waiting.items() if count == 0]
         heapq.heapify(ready)
         while ready:
             node = heapq.heappop(ready)
             yield self._members[node]
+            given += 1
             for other in self._after[node]:
                 waiting[other] -= 1
                 if waiting[other] == 0:
                     heapq.heappush(ready, other)
+        if given < len(self._members):
+            raise CompileError(
+                "contracted nodes depend on each other in a circle", wanted=len(self._members), found=given
+            )

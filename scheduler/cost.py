@@ -73,7 +73,7 @@ def phase_seconds(phase: Phase, slots: int, target: Target) -> float:
     A phase that touches a few words of state waits for each session's in turn, which no bandwidth shortens.
     """
     cost = phase.operator.cost(*phase.types)
-    traffic = cost.weight_bytes + slots * (cost.state_bytes + cost.activation_bytes)
+    traffic = cost.weight_bytes + slots * (cost.state_bytes + cost.activation_bytes + cost.gathered_bytes)
     touches = slots * target.state_touch_s if phase.touches_state else 0.0
     return max(_compute_seconds(phase, slots, target), traffic / target.bandwidth) * target.blocks + touches
 
@@ -138,11 +138,10 @@ def traffic(phases: Sequence[Phase], storages: Sequence[Storage], slots: int) ->
             moved[Role.STATE] += slots * cost.state_bytes
         results = phase.operator.infer(phase.types)
         looks_up = cost.weight_bytes == 0 and any(t.dtype is DType.I32 for t in phase.types)
-        gathered = slots * sum(t.size for t in results)
         for ref, type in zip(phase.inputs, phase.types, strict=True):
             span = (ref.start, ref.start + type.bytes)
             if roles[ref.storage] is Role.WEIGHT:
-                rows = gathered * type.dtype.bytes
+                rows = slots * (cost.gathered_bytes or type.dtype.bytes * sum(t.size for t in results))
                 if looks_up and rows < type.bytes:
                     moved[Role.WEIGHT] += rows
                 else:

@@ -80,8 +80,12 @@ def _of_norm(node: Node) -> Rows | None:
 
 
 def _of_depthwise_window(node: Node) -> Rows | None:
+    """Windows that end with what they read: rows behind the last filter would make frames more than there are."""
     count, channels = node.outputs[0].type.shape
-    stride = int(node.attributes["stride"])  # type: ignore[arg-type]
+    stride, dilation = (int(node.attributes[name]) for name in ("stride", "dilation"))  # type: ignore[arg-type]
+    frames, taps = node.inputs[0].type.shape[0], node.inputs[1].type.shape[0]
+    if frames != (count - 1) * stride + (taps - 1) * dilation + 1:
+        return None
     return Rows(count, {0: Operand((channels,), count * stride * channels if count > 1 else None)})
 
 
@@ -155,8 +159,9 @@ class _Plan:
         copies = self._copies()
         for light in (False, True):  # what is element by element merges only where nothing heavier is in its way
             for some in (some for some in copies if _is_elementwise(self.nodes[some[0]]) == light):
-                for apart in self._apart(some):
-                    self._judge(apart)
+                while sets := self._apart(some):  # what is merged may bring a path between those that are left
+                    self._judge(sets[0])
+                    some = [i for others in sets[1:] for i in others]
 
     def order(self) -> Iterator[tuple[int, ...]]:
         return self._contraction.order()

@@ -18,6 +18,8 @@ from wpk.zoo.spec import ModelSpec
 from wpk.zoo.tensors import TensorMap, Tensors
 from wpk.zoo.wiring import read_by
 
+SESSION_POSITION = "position"  # what `GraphBuilder.position` counts for the session as a whole
+
 
 class StateBytes(TypedDict):
     """Bytes of a session's state: what it always holds, and what every step of context adds (caches)."""
@@ -69,7 +71,14 @@ def build_prefill(spec: ModelSpec, name: str, *, context: int = 1, library: Oper
     values = {given: g.input(given, one.type) for given, one in prefill.inputs.items()}
     where = ("prefill", name)
     _build_components(g, spec, where, prefill.components, tuple(prefill.inputs), values, TensorMap(spec.tensors))
-    return g.build()
+    graph = g.build()
+    if any(state.name == SESSION_POSITION for state in graph.states):
+        problem = Problem(
+            (*where, "components"), "a component counts the steps of the session, which has not begun",
+            "components that count their own steps, or none", SESSION_POSITION,
+        )  # fmt: skip
+        raise spec_error(f"spec {spec.name!r}", [problem])
+    return graph
 
 
 def _unused(spec: ModelSpec, mapping: TensorMap) -> list[str]:

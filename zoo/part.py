@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, StringConstraints
@@ -27,3 +28,12 @@ TypeField = Annotated[Type, PlainValidator(_parse_type), PlainSerializer(str, re
 
 class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+def require_values(type: Type, values: Iterable[float]) -> None:
+    """Refuse numbers that a value of that type does not hold: fractions, or what is beyond 32 bits, for integers."""
+    if type.dtype.is_float:
+        return
+    for value in values:
+        if value != int(value) or not -(1 << 31) <= value < 1 << 31:
+            raise ValueError(f"wanted whole numbers of 32 bits for {type}, found {value}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from wpk.ir.types import i32
 from wpk.zoo.component import Count, Name, Reference, Size
-from wpk.zoo.part import Part, TypeField
+from wpk.zoo.part import Part, TypeField, require_values
 
 SEED = i32(2)
 
@@ -86,3 +86,8 @@ class Feedback(Part):
     type: TypeField
     source: Reference = Field(alias="from")
     initial: Annotated[float, Field(ge=-1e9, le=1e9)] = 0.0
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> Feedback:
+        require_values(self.type, (self.initial,))
+        return self

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, model_validator
 
 from wpk.zoo.component import Component, Name, Size, installed_kinds, parse_component
-from wpk.zoo.part import Part, TypeField
+from wpk.zoo.part import Part, TypeField, require_values
 
 
 def _component(data: Any, info: ValidationInfo) -> Component:
@@ -36,6 +36,7 @@ class PrefillInput(Part):
     def _one_source(self) -> PrefillInput:
         if bool(self.values) == bool(self.tensor):
             raise ValueError("wanted either 'values' or 'tensor'")
+        require_values(self.type, self.values)
         if self.shape and not self.tensor:
             raise ValueError("wanted 'shape' with a tensor alone")
         if len(self.values) % self.type.size:

@@ -25,7 +25,8 @@ def run(point: str, number: int, *, capacity: int = 8, runs: int = 3, late: int 
         "protocol": "full", "point": {"id": point, "run": number, "runs": runs, "purpose": "point"},
         "started": f"2030-01-01T00:00:{number:02}", "machine": {"cpu": "a CPU"}, "threads": 2, "beats": 500,
         "late": late, "held": late == 0, "session_beats": 500 * capacity, "headroom": 1 - beat["p99"] / 10,
-        "above_floor": 3.0, "floor_measured": {"history": 1, "floor_ms": 1.0}, "beat_ms": beat, "kernel_ms": beat,
+        "above_floor": 3.0, "floor_ms": 1.0, "floor_measured": {"history": 1, "floor_ms": 1.0}, "beat_ms": beat,
+        "kernel_ms": beat,
     } | more  # fmt: skip
 
 
@@ -124,6 +125,22 @@ def test_without_matplotlib_the_mend_is_told(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UsageError, match="matplotlib") as caught:
         figures.require_matplotlib()
     assert "pip install 'wpk[bench]'" in str(caught.value.hint)
+
+
+def test_every_record_that_is_kept_here_can_be_reported_and_drawn() -> None:
+    kept = read_attempts([Path(__file__).parents[2] / "bench" / "results"])
+    assert len(kept) > 3 and not [attempt.problem for attempt in kept if attempt.problem]
+    assert any(measured.ms["floor"] > 0 for one in series(kept) for measured in one.attempts)
+    assert all(str(attempt.path.name) in markdown(kept) for attempt in kept)
+
+
+@pytest.mark.parametrize("record", [{"kind": "density"}, {"kind": "beat", "model": "m"}])
+def test_a_record_that_lacks_something_is_told_and_not_drawn(tmp_path: Path, record: dict[str, Any]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    (attempt,) = read_attempts([tmp_path])
+    assert attempt.record is None and "lacks" in str(attempt.problem)
+    assert series([attempt]) == [] and density_points([attempt]) == []
+    assert "lacks" in markdown([attempt])
 
 
 def test_nothing_to_report_on_is_wrong_use(tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ PLAIN = Limits(224, 0, 0)
 # is known and to be brought down: these limits are there so that it does not grow unseen, and are to go down with it.
 STREAMS = {64: Limits(168, 400, 128), 128: Limits(168, 1700, 448)}
 # The whole conversation has three times as many operators; what they spill is outside of what streams.
-CONVERSATION = {64: Limits(168, 700, 256), 128: Limits(168, 3200, 512)}
+CONVERSATION = {128: Limits(168, 3200, 512)}
 MOST_SECONDS = 90.0  # alone on the machine
-BESIDE_OTHERS = 2.0  # tests run side by side
+BESIDE_OTHERS = 3.0  # tests run side by side
 
 
 @functools.cache
@@ -86,12 +86,14 @@ def streams(model: str) -> bool:
 def kernels() -> list[tuple[str, int]]:
     """Models and slots of which each needs a kernel: for what streams, more than 64 slots need another.
 
-    A kernel that streams takes up to a minute: the backbones' operators are all in the small one's.
+    A kernel that streams takes up to a minute: the backbones' operators are all in the small one's, and what of the
+    conversation depends on the slots is theirs.
     """
     small = {model: set(program(model).operators) for model in ("nemotron-h-tiny", "voicechat-tiny")}
     others = [model for model in MODELS if streams(model) and model not in small]
     assert all(set(program(model).operators) <= small["nemotron-h-tiny"] for model in others)
-    return [(m, 8) for m in MODELS if not streams(m)] + [(m, slots) for m in small for slots in (8, 112)]
+    plain = [(model, 8) for model in MODELS if not streams(model)]
+    return [*plain, ("nemotron-h-tiny", 8), ("nemotron-h-tiny", 112), ("voicechat-tiny", 112)]
 
 
 # --- every model --------------------------------------------------------------------------------------------------
@@ -123,15 +125,17 @@ def test_the_sizes_of_a_model_are_those_that_a_gpu_takes(model: str, slots: int)
 
 @needs_compiler
 @pytest.mark.slow
-def test_every_operator_has_a_body_for_the_gpu_that_compiles() -> None:
+def test_every_other_operator_has_a_body_for_the_gpu_that_compiles() -> None:
     from numba.cuda import types
 
     from wpk.kernel.cubin import without_device
     from wpk.kernel.cuda_library import block_body
 
+    built = {name for model, slots in kernels() for name in program(model, slots).operators}
     with without_device():
         for operator in executed():
-            if operator.name not in STREAMED:  # those have no body of their own: `wpk.kernel.streamed`
+            # What is streamed has no body of its own (`wpk.kernel.streamed`); what is in a kernel is built above.
+            if operator.name not in STREAMED and f"{operator.name}@{operator.version}" not in built:
                 block_body(f"{operator.name}@{operator.version}").compile_device((types.int64,) * 8)
 
 

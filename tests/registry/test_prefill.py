@@ -12,9 +12,11 @@ from tests.zoo.specs import small
 from tests.zoo.test_nemotron_h import SHAPES
 from tests.zoo.test_nemotron_h import spec as hybrid
 from wpk import registry
+from wpk.bench.history import start_at
 from wpk.ir.errors import SpecError
 from wpk.registry.load import open_weights
 from wpk.registry.settings import Settings
+from wpk.scheduler.program import Program
 from wpk.zoo.build import build_graph, expected_tensors
 from wpk.zoo.spec import ModelSpec
 
@@ -110,9 +112,43 @@ def voice(**changes: Any) -> dict[str, Any]:
         ({"a": voice(components=[{"kind": "softmax"}])}, "no component of the model among them"),
         ({"a": voice(components=[{"use": "gru", "input": "nothing"}])}, "nothing is called 'nothing'"),
         ({"a": voice(), "b": voice()}, "'gru' has a start already"),
+        (
+            {"a": voice(inputs={"row": {"type": "i32[3]", "values": [0.5] * 6}})},
+            "wanted whole numbers of 32 bits for i32[3], found 0.5",
+        ),
     ],
 )
 def test_what_cannot_be_a_start_is_refused(prefill: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError) as refused:
         gru(prefill=prefill)
     assert says in str(refused.value) and "prefill" in str(refused.value)
+
+
+def test_what_has_not_begun_is_not_counted() -> None:
+    parts = [{"kind": "dense", "units": 3}, {"kind": "gru", "units": 4, "start_step": 1}]
+    with pytest.raises(SpecError, match=r"prefill\.a\.components: a component counts the steps of the session"):
+        expected_tensors(gru(components=parts, prefill={"a": voice()}))
+
+
+def test_states_of_other_components_are_left_behind(shared: Settings) -> None:
+    """A helper with a state of its own, which the model has not."""
+    parts = [{"kind": "gru", "name": "helper", "units": 3}, {"use": "gru"}]
+    spec = gru(prefill={"a": voice(components=parts)})
+    x = np.ones(3, np.float32)
+    assert not np.allclose(outputs(spec, [x], shared, "y")[0], outputs(gru(), [x], shared, "y")[0])
+
+
+def test_a_measurement_in_mid_history_starts_behind_the_prompt(shared: Settings) -> None:
+    data = hybrid(SHAPES["attention alone"]).to_data()
+    prefill = {
+        "steps": 3, "inputs": {"token": {"type": "i32[]", "values": [1, 2, 3]}}, "components": [{"use": "nemotron_h"}],
+    }  # fmt: skip
+    spec, found = ModelSpec.from_data(data | {"prefill": {"prompt": prefill}}), []
+
+    def look(program: Program, image: npt.NDArray[np.uint8]) -> None:
+        start_at(program, image, 20)
+        offset = int(program.values[program.value_names.index("nemotron_h.position")]["offset"])
+        found.append(int(image[offset : offset + 4].view(np.int32)[0]))
+
+    registry.load(spec, capacity=1, target="cpu", threads=1, where=shared, prepare=look).close()
+    assert found == [23]

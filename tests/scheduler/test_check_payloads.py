@@ -96,6 +96,7 @@ CASES = [
     Case("max_pool1d", (6, 2, 3, 2), "io"),
     Case("magnitude", (2, 5, 1, 0.0), "io", 2),
     Case("overlap_add", (8, 3), "iioo"),
+    Case("overlap_add_frames", (5, 8, 2, 3), "io"),
     Case("depthwise_window", (9, 70, 3, 3, 3, 1, 1), "iwwo", 2),
     Case("ring_shift", (4, 2, 70), "iio", 2),
     Case("attention", (4, 8, 5, 2, 6, 0.3), "issio", 2, {3: I32}),

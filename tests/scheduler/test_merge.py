@@ -298,6 +298,36 @@ def test_of_two_that_cross_one_merges() -> None:
     keeps_its_bits(made(_crossed), 4)
 
 
+def _two_weights_in_many_places(g: GraphBuilder) -> None:
+    """Once some uses of a weight are merged, others that were apart before follow each other."""
+    w, v = (g.weight(name, f32(C, C)) for name in "wv")
+    a, b, c = (g.input(name, f32(C)) for name in "abc")
+    first, early = g.op("linear", a, w), g.op("linear", b, v)
+    outputs = {
+        "x": g.op("linear", first, v), "y": g.op("linear", g.op("linear", c, v), w), "z": g.op("linear", early, v),
+    }  # fmt: skip
+    for name, value in outputs.items():
+        g.output(name, value)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_what_is_merged_may_bring_a_path_between_those_that_are_left(steps: int) -> None:
+    assert session_ops(merged(_two_weights_in_many_places, steps))  # and comes to an end
+    keeps_its_bits(made(_two_weights_in_many_places), steps)
+
+
+def _window_with_rows_to_spare(g: GraphBuilder) -> None:
+    x = g.input("x", f32(2, C))
+    window = g.op("concat", g.ring("past", 5, f32(C)), x, axis=0)
+    g.update("past", x)
+    y = g.op("depthwise_conv1d", window, g.weight("taps", f32(C, 3)), stride=6)
+    g.output("y", linear(g, "out", g.op("reshape", y, shape=(C,))))
+
+
+def test_windows_with_rows_to_spare_stay_apart() -> None:
+    keeps_its_bits(made(_window_with_rows_to_spare), 2)
+
+
 def _attention(g: GraphBuilder) -> None:
     """Each step's attention reads the cache before the next step's row is in it."""
     x = linear(g, "in", g.input("x", f32(C)))

@@ -188,8 +188,8 @@ def test_embedding() -> None:
     same(run(spec, np.array([4, 0]), weights={"embedding.weight": table}), [table[[4, 0]]])
 
 
-def embedding_sum(second: str = "i32[]", **changes: Any) -> ModelSpec:
-    part = {"kind": "embedding_sum", "entries": 5, "units": 3, "scales": [1.0, 2.0], "input": ["x", "a", "b"]}
+def token_fusion(second: str = "i32[]", **changes: Any) -> ModelSpec:
+    part = {"kind": "token_fusion", "entries": 5, "units": 3, "scales": [1.0, 2.0], "input": ["x", "a", "b"]}
     inputs = {"x": "f32[3]", "a": "i32[]", "b": second}
     return chain([part | changes], inputs, "f32[3]", precision={"policy": "bf16"})
 
@@ -197,15 +197,15 @@ def embedding_sum(second: str = "i32[]", **changes: Any) -> ModelSpec:
 def test_embeddings_of_tokens_are_added_to_features() -> None:
     table, x = RNG.standard_normal((5, 3)), RNG.standard_normal(3)
     given = {"x": x, "a": np.array(4), "b": np.array(1)}
-    same(run(embedding_sum(), given, weights={"embedding_sum.weight": table}), [x + table[4] + 2 * table[1]])
-    assert expected_tensors(embedding_sum()) == {"embedding_sum.weight": bf16(5, 3)}
+    same(run(token_fusion(), given, weights={"token_fusion.weight": table}), [x + table[4] + 2 * table[1]])
+    assert expected_tensors(token_fusion()) == {"token_fusion.weight": bf16(5, 3)}
 
 
 def test_every_token_of_a_sum_of_embeddings_has_a_scale() -> None:
     with pytest.raises(SpecError, match="wanted features and 1 tokens as `input`, found 3 inputs"):
-        embedding_sum(scales=[1.0])
-    with pytest.raises(SpecError, match="embedding_sum: a token"):
-        build_graph(embedding_sum("f32[3]"))
+        token_fusion(scales=[1.0])
+    with pytest.raises(SpecError, match="token_fusion: a token"):
+        build_graph(token_fusion("f32[3]"))
 
 
 # --- convolutions -------------------------------------------------------------------------------------------------

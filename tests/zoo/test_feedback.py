@@ -65,6 +65,10 @@ def test_feedback_goes_to_yaml_and_back() -> None:
             "no output depends on the feedback 'before'",
         ),
         ({"feedback": {"before": {"type": "f32[3]", "from": "combine", "initial": "ten"}}}, "feedback.before.initial"),
+        (
+            {"feedback": {"before": {"type": "i32[3]", "from": "combine", "initial": 12.5}}},
+            "wanted whole numbers of 32 bits for i32[3], found 12.5",
+        ),
     ],
 )
 def test_what_cannot_be_fed_back_is_refused(changes: dict[str, Any], says: str) -> None:

@@ -53,9 +53,9 @@ class RvqEmbedding(Component):
             codes = g.op("select", beyond, self._constant(g, self.silence_codes), codes)
         codes = g.op("maximum", codes, g.op("full", shape=(), value=0, dtype="i32"))
         codes = g.op("minimum", codes, g.op("full", shape=(), value=self.codebook_size - 1, dtype="i32"))
-        first = self._constant(g, tuple(book * self.codebook_size for book in range(self.codebooks)))
-        rows = g.op("embedding", g.op("add", codes, first), concat(g, books, axis=0))
-        return g.op("sum", g.op("transpose", rows, axes=(1, 0)))  # type: ignore[no-any-return]
+        shape = (1, self.codebook_size, self.codebook_dim)
+        stacked = concat(g, [reshape(g, book, shape) for book in books], axis=0)
+        return g.op("embedding_sum", codes, stacked)  # type: ignore[no-any-return]
 
     def _constant(self, g: GraphBuilder, values: tuple[int, ...]) -> Value:
         return g.op("constant", shape=(len(values),), values=values, dtype="i32")  # type: ignore[no-any-return]

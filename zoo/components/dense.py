@@ -88,8 +88,8 @@ class Embedding(Component):
         return g.op("embedding", inputs[0], tensors.matrix("weight", self.entries, self.units))  # type: ignore[no-any-return]
 
 
-@component("embedding_sum")
-class EmbeddingSum(Component):
+@component("token_fusion")
+class TokenFusion(Component):
     """Features and the embeddings of tokens in one sum: f32[units] and i32[] a scale -> f32[units].
 
     The first input are the features; each further one is a token, whose row of the table is multiplied by its scale.
@@ -104,7 +104,7 @@ class EmbeddingSum(Component):
     scales: Annotated[tuple[_Scale, ...], Field(min_length=1, max_length=63)]
 
     @model_validator(mode="after")
-    def _scales_every_token(self) -> EmbeddingSum:
+    def _scales_every_token(self) -> TokenFusion:
         tokens = len(self.references or ()) - 1
         if tokens != len(self.scales):
             raise ValueError(f"wanted features and {len(self.scales)} tokens as `input`, found {tokens + 1} inputs")
@@ -113,11 +113,11 @@ class EmbeddingSum(Component):
     def build(self, g: GraphBuilder, inputs: tuple[Value, ...], tensors: Tensors) -> Value:
         total, *tokens = inputs
         if total.type != f32(self.units):
-            raise GraphError("embedding_sum: features", wanted=f32(self.units), found=total.type)
+            raise GraphError("token_fusion: features", wanted=f32(self.units), found=total.type)
         table = tensors.matrix("weight", self.entries, self.units)
         for token, scale in zip(tokens, self.scales, strict=True):
             if token.type != i32():
-                raise GraphError("embedding_sum: a token", wanted=i32(), found=token.type)
+                raise GraphError("token_fusion: a token", wanted=i32(), found=token.type)
             row = g.op("embedding", token, table)
             total = g.op("add", total, row if scale == 1.0 else g.op("affine", row, scale=scale))
         return total

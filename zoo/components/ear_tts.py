@@ -43,7 +43,8 @@ class EarTts(Component):
 
     subwords: where the vectors of tokens come from. `table`: parameter embed_subword.table [vocab_size, hidden_size].
     `characters`: the table is made from the published embed_subword.* when weights are loaded, in float64 and in pieces
-    (`character_table`): at full size 4e13 operations or so, at every load, which is an hour or two on two cores. The
+    (`character_table`): at full size 4e13 operations or so, at every load and for a voice once more, each an hour or
+    two on two cores. The
     spelling is the tokenizer's and not in the checkpoint: parameter embed_subword.characters i32[vocab_size,
     max_characters], ids 0..255 and 256 behind an entry's end, which the weights source has to bring beside it. Made-up
     weights (`synthetic`) are below 1 and spell all tokens alike.
