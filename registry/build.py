@@ -206,7 +206,7 @@ def _check_memory(model: str, graph: Graph, library: Selection, target: Target, 
     needed = weights + capacity * sum(others)
     if needed > room:
         fits = max(0, (room - weights) // sum(others))
-        wanted = f"at most {fits} sessions ({room / 1e9:.1f} GB)" if fits else f"at most {room / 1e9:.1f} GB"
+        wanted = f"at most {fits} sessions ({room / 1e9:.1f} GB)"
         large = f"One session takes {(weights + sum(others)) / 1e9:.1f} GB: choose a target with more memory."
         raise CapacityError(
             f"{model}: {capacity} sessions do not fit into memory", capacity=capacity, wanted=wanted,

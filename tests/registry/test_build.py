@@ -71,8 +71,9 @@ def test_a_model_whose_weights_alone_do_not_fit_says_that_no_session_does(
     where: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "host_memory", lambda: 1000)
-    with pytest.raises(CapacityError, match="at most 0 sessions"):
+    with pytest.raises(CapacityError, match="at most 0 sessions") as refused:
         build(SPEC, capacity=1, target="cpu", where=where)
+    assert "a target with more memory" in str(refused.value.hint)  # fewer sessions would not help
 
 
 def test_a_device_has_its_own_memory(where: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -568,7 +568,8 @@ def test_a_fitting_inventory_is_ok_and_counts_values() -> None:
     found = check_inventory({"a": (2, 3), "b": (4,)}, held(a=(2, 3), b=(4,)))
     assert found.ok
     assert found.as_dict() == {
-        **{"ok": True, "expected": 2, "found": 2, "missing": [], "extra": [], "misshapen": [], "values": 10}
+        **{"ok": True, "expected": 2, "found": 2, "missing": [], "extra": [], "misshapen": [], "values": 10},
+        "groups": [{"name": n, "tensors": 1, "values": v, "unused": 0} for n, v in (("a", 6), ("b", 4))],
     }
     found.require("model")
 
