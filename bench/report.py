@@ -88,7 +88,7 @@ def read_attempts(places: Iterable[Path]) -> list[Attempt]:
 def _read(path: Path) -> Attempt:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return Attempt(path, None, f"cannot be read: {error}")
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return Attempt(path, None, "no record of a measurement")

@@ -73,7 +73,7 @@ def run(
     """Feed recordings through live sessions, one each, and say what the model made of them."""
     from wpk.registry import find_model, load
     from wpk.runtime.outputs import session_outputs
-    from wpk.runtime.play import audio_input, check_capacity, play
+    from wpk.runtime.play import audio_input, check_capacity, check_context, play
     from wpk.runtime.trace import trace_events, write_trace
 
     if not wav and not sample:
@@ -85,6 +85,7 @@ def run(
         recordings, infos = _read(wav or [], sample, spec.clock.sample_rate, report)
         capacity = len(recordings) if cap is None else cap
         check_capacity(capacity, len(recordings))
+        check_context(spec, spec.context if context is None else context, recordings)
         if weights is None:
             fetch(spec, report)
         report(f"loading {model}", 0, 0)

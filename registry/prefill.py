@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from wpk.ir.errors import CompileError
+from wpk.ir.errors import CompileError, WeightsError
 from wpk.ir.graph import Graph
 from wpk.kernel.control import ControlPage, set_bit
 from wpk.ops import LIBRARY
@@ -121,5 +121,14 @@ def _states(program: Program) -> Iterator[tuple[str, Any]]:
 
 def _rows(given: PrefillInput, steps: int, tensors: TensorSet) -> NDArray[Any]:
     """An input's rows, [steps, values of a row]."""
-    values = tensors.read(given.tensor) if given.tensor else np.array(given.values)
-    return np.asarray(values).reshape(steps, -1).astype(given.type.dtype.numpy)
+    if not given.tensor:
+        return np.array(given.values).reshape(steps, -1).astype(given.type.dtype.numpy)
+    values = np.asarray(tensors.read(given.tensor))
+    rows = values.reshape(steps, -1).astype(given.type.dtype.numpy)
+    sound = np.isfinite(rows).all() if given.type.dtype.is_float else (rows == values.reshape(steps, -1)).all()
+    if not sound:
+        raise WeightsError(
+            f"tensor {given.tensor!r} does not hold {given.type.dtype.value}", wanted="finite numbers of that type",
+            found="NaN, infinity, fractions or more than it holds", hint="The file is damaged, or of another model.",
+        )  # fmt: skip
+    return rows

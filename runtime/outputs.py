@@ -34,19 +34,24 @@ Outputs = dict[str, Any]
 def session_outputs(spec: ModelSpec, played: Sequence[Played], folder: Path) -> list[Outputs]:
     """What each session's outputs mean, in the order of `played`; audio goes to files in `folder`.
 
-    An audio file is called RECORDING.MODEL.wav, with a number where two recordings have one name.
+    An audio file is called RECORDING.MODEL.wav, with a number where two recordings have one name or a recording has
+    that name itself: what was given is not overwritten. Results of an earlier run are.
     """
-    stems = distinct([f"{Path(one.recording.name).stem}.{spec.name}" for one in played])
+    taken = {Path(one.recording.name).resolve() for one in played}
+    stems = distinct(
+        [f"{Path(one.recording.name).stem}.{spec.name}" for one in played],
+        lambda stem: (folder / f"{stem}.wav").resolve() in taken,
+    )
     rule = TASKS[spec.task] if spec.task in TASKS and _is_whole(spec) else _raw
     return [rule(spec, one, folder / f"{stem}.wav") for one, stem in zip(played, stems, strict=True)]
 
 
-def distinct(names: Sequence[str]) -> list[str]:
-    """The names, with -2, -3, ... behind those that were there before."""
+def distinct(names: Sequence[str], taken: Callable[[str], bool] = lambda name: False) -> list[str]:
+    """The names, with -2, -3, ... behind those that were there before, or are taken."""
     found: list[str] = []
     for name in names:
         candidate, number = name, 2
-        while candidate in found:
+        while candidate in found or taken(candidate):
             candidate, number = f"{name}-{number}", number + 1
         found.append(candidate)
     return found

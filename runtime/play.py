@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wpk.ir.errors import CapacityError, SessionError, SpecError, UsageError
+from wpk.zoo.build import build_graph, state_bytes
 
 if TYPE_CHECKING:
     from wpk.registry.cohort import Cohort, Session
@@ -172,6 +173,23 @@ def check_capacity(capacity: int, recordings: int) -> None:
             f"{recordings} recordings need {recordings} sessions at once", capacity=capacity,
             wanted=f"at most {capacity} recordings, the capacity", found=recordings,
             hint=f"give --cap {recordings} or more, or fewer recordings",
+        )  # fmt: skip
+
+
+def check_context(spec: ModelSpec, context: int, recordings: Sequence[Recording]) -> None:
+    """`CapacityError` where a recording and its answer take more steps than the model's caches have room for.
+
+    What comes after the last row would not be kept, and the model would go on without it.
+    """
+    if not state_bytes(build_graph(spec))["per_step"]:
+        return
+    tail = max(tail_steps(spec).values())
+    steps = max(_pieces(len(one.samples), spec.clock.samples_per_step) for one in recordings) + tail
+    if steps > context:
+        raise CapacityError(
+            f"{spec.name}: a recording takes more steps than the context has room for", capacity=context,
+            wanted=f"at most {context} steps, {tail} of them for the answer", found=f"{steps} steps",
+            hint=f"Give --context {steps} or more.",
         )  # fmt: skip
 
 

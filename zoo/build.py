@@ -151,11 +151,22 @@ def expected_tensors(spec: ModelSpec, library: OperatorLibrary = LIBRARY) -> dic
         build_graph(spec, library=library),
         *(build_prefill(spec, name, library=library) for name in spec.prefill),
     ]
-    found = {port.name: port.value.type for graph in graphs for port in graph.weights}
-    for prefill in spec.prefill.values():
-        for given in prefill.inputs.values():
-            if given.tensor:
-                found[given.tensor] = Type(given.type.dtype, given.shape or (prefill.steps, *given.type.shape))
+    wanted = [(port.name, port.value.type) for graph in graphs for port in graph.weights]
+    wanted += [
+        (given.tensor, Type(given.type.dtype, given.shape or (prefill.steps, *given.type.shape)))
+        for prefill in spec.prefill.values()
+        for given in prefill.inputs.values()
+        if given.tensor
+    ]
+    found: dict[str, Type] = {}
+    for name, type in wanted:
+        if found.setdefault(name, type) != type:
+            what = f"spec {spec.name!r}: tensor {name!r} is read as two types"
+            raise SpecError(what, wanted=found[name], found=type, hint="A prefill reads what the model does.")
+    both = sorted(found.keys() & spec.unused.keys())
+    if both:
+        what = f"spec {spec.name!r}: unused_tensors: the model reads {', '.join(both[:3])}"
+        raise SpecError(what, wanted="tensors that it does not read", found=f"{len(both)} that it does")
     return found
 
 

@@ -33,7 +33,7 @@ from pydantic import TypeAdapter
 
 from wpk.ir.errors import SpecError, StoreError, UnknownModelError, UntrustedSourceError, WpkError
 from wpk.zoo import models
-from wpk.zoo.build import build_graph
+from wpk.zoo.build import expected_tensors
 from wpk.zoo.component import Component, add_kinds, installed_kinds, kinds_in
 from wpk.zoo.problems import close_hint
 from wpk.zoo.sources import PathSource
@@ -131,7 +131,7 @@ class Catalog:
             raise SpecError(
                 f"a model {changed.name!r} is there already", wanted="a new name", found=changed.name, hint=hint
             )
-        build_graph(changed)
+        expected_tensors(changed)  # builds all of it
         same = changed == spec and path.suffix != ".json"
         files[SPEC] = (text if same else changed.to_yaml()).encode()
         files[RECORD] = (json.dumps({"source": str(source), "trusted": trust}, indent=1) + "\n").encode()

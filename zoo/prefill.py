@@ -16,6 +16,7 @@ def _component(data: Any, info: ValidationInfo) -> Component:
     return parse_component(data, (info.context or {}).get("kinds") or installed_kinds())
 
 
+MOST_STEPS = 1 << 16  # of a prefill: all of them run whenever the model is loaded
 AnyComponent = Annotated[SerializeAsAny[Component], BeforeValidator(_component)]
 """A component of any kind that is known where the spec is read."""
 
@@ -52,7 +53,7 @@ class Prefill(Part):
     {use: NAME, ...}: the model's component of that name with other fields, its `kind` too. steps: how many.
     """
 
-    steps: Size
+    steps: Annotated[int, Field(strict=True, ge=1, le=MOST_STEPS)]
     inputs: Annotated[dict[Name, PrefillInput], Field(min_length=1)]
     components: Annotated[tuple[AnyComponent, ...], Field(min_length=1)]
 
@@ -71,9 +72,11 @@ def written_out(prefill: Any, own: Mapping[Any, Any]) -> Any:
         return prefill
     parts = []
     for part in prefill["components"]:
-        used = own.get(part.get("use")) if isinstance(part, dict) else None
-        if used is not None:
+        if own and isinstance(part, dict) and "use" in part:
+            name = part["use"]
+            if not isinstance(name, str) or name not in own:
+                raise ValueError(f"wanted `use` of one of {', '.join(own)} in a prefill, found {name!r}")
             given = {k: v for k, v in part.items() if k != "use"}
-            part = {k: v for k, v in used.items() if k != "input"} | {"name": part["use"]} | given
+            part = {k: v for k, v in own[name].items() if k != "input"} | {"name": name} | given
         parts.append(part)
     return prefill | {"components": parts}

@@ -129,7 +129,10 @@ class ModelSpec(Part):
         """Every {use: NAME, ...} of a prefill written out, with the model's component of that name."""
         if not isinstance(data, dict) or not isinstance(data.get("prefill"), dict):
             return data
-        own = {c.get("name", c.get("kind")): c for c in data.get("components", ()) if isinstance(c, dict)}
+        parts = data.get("components")
+        named = [(c.get("name", c.get("kind")), c) for c in (parts if isinstance(parts, list | tuple) else ())
+                 if isinstance(c, dict)]  # fmt: skip
+        own = {name: c for name, c in named if isinstance(name, str)}
         return data | {"prefill": {name: written_out(one, own) for name, one in data["prefill"].items()}}
 
     @model_validator(mode="after")

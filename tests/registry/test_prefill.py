@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.zoo.specs import small
 from tests.zoo.test_nemotron_h import SHAPES
 from tests.zoo.test_nemotron_h import spec as hybrid
 from wpk import registry
 from wpk.bench.history import start_at
-from wpk.ir.errors import SpecError
+from wpk.ir.errors import SpecError, WeightsError
 from wpk.registry.load import open_weights
 from wpk.registry.settings import Settings
+from wpk.registry.weights.synthesize import synthesize
 from wpk.scheduler.program import Program
 from wpk.zoo.build import build_graph, expected_tensors
 from wpk.zoo.spec import ModelSpec
@@ -108,7 +111,10 @@ def voice(**changes: Any) -> dict[str, Any]:
         ({"a": voice(steps=3)}, "wanted 3 rows of the input 'row', found 2"),
         ({"a": voice(inputs={"row": {"type": "f32[3]"}})}, "wanted either 'values' or 'tensor'"),
         ({"a": voice(inputs={"row": {"type": "f32[3]", "values": [0.0] * 7}})}, "wanted values for whole rows"),
-        ({"a": voice(components=[{"use": "gur"}])}, "a component without a kind"),
+        ({"a": voice(components=[{"use": "gur"}])}, "wanted `use` of one of dense, gru in a prefill, found 'gur'"),
+        ({"a": voice(components=[{"use": ["gru"]}])}, "found ['gru']"),
+        ({"a": voice(components=[{"kind": "softmax", "name": ["x"]}])}, "name"),
+        ({"a": voice(steps=1 << 17)}, "steps"),
         ({"a": voice(components=[{"kind": "softmax"}])}, "no component of the model among them"),
         ({"a": voice(components=[{"use": "gru", "input": "nothing"}])}, "nothing is called 'nothing'"),
         ({"a": voice(), "b": voice()}, "'gru' has a start already"),
@@ -152,3 +158,27 @@ def test_a_measurement_in_mid_history_starts_behind_the_prompt(shared: Settings)
 
     registry.load(spec, capacity=1, target="cpu", threads=1, where=shared, prepare=look).close()
     assert found == [23]
+
+
+def test_components_that_are_none_are_refused_beside_a_prefill() -> None:
+    with pytest.raises(SpecError, match="components"):
+        gru(components=None, prefill={"a": voice()})
+
+
+def test_a_tensor_of_a_prefill_is_looked_at(shared: Settings, tmp_path: Path) -> None:
+    latent = {"row": {"type": "f32[3]", "tensor": "voice"}}
+    spec = gru(prefill={"a": voice(inputs=latent)})
+    synthesize(spec, tmp_path / "w.safetensors")
+    tensors = load_file(tmp_path / "w.safetensors")
+    tensors["voice"][1, 2] = np.nan
+    save_file(tensors, tmp_path / "w.safetensors")
+    with pytest.raises(WeightsError, match="'voice' does not hold f32"):
+        registry.load(spec, capacity=1, target="cpu", weights=tmp_path / "w.safetensors", where=shared)
+
+
+def test_a_tensor_of_two_types_or_also_unused_is_refused() -> None:
+    wide = gru(prefill={"a": voice(components=[{"kind": "dense", "units": 3}, {"use": "gru", "units": 5}])})
+    with pytest.raises(SpecError, match="is read as two types"):
+        expected_tensors(wide)
+    with pytest.raises(SpecError, match=r"unused_tensors: the model reads dense\.weight"):
+        expected_tensors(gru(unused_tensors={"dense.weight": "f32[3,3]"}))

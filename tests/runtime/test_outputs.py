@@ -149,6 +149,16 @@ def test_audio_is_written_as_it_comes(tmp_path: Path) -> None:
     assert "50 ms behind" in summary(found[0])
 
 
+def test_a_recording_is_never_overwritten_by_what_is_made_of_another(tmp_path: Path) -> None:
+    model = spec("denoise", 'type: "f32[100]", kind: audio, sample_rate: 1000', 100)
+    given = [tmp_path / "a.wav", tmp_path / "a.m.wav"]
+    for path in given:
+        path.write_bytes(b"a recording")
+    found = session_outputs(model, [played(np.zeros((2, 100)), name=str(path)) for path in given], tmp_path)
+    assert [Path(f["wav"]).name for f in found] == ["a.m-2.wav", "a.m.m.wav"]
+    assert all(path.read_bytes() == b"a recording" for path in given)
+
+
 def test_beats_hold_all_peaks_and_downbeats_those_named_so() -> None:
     labels = "labels: [beat, downbeat, neither]"
     events = (

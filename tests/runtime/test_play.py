@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from wpk.ir.errors import CapacityError, SessionError, SpecError, UsageError
-from wpk.runtime.play import Recording, Schedule, audio_input, play
+from wpk.registry.models import find_model
+from wpk.runtime.play import Recording, Schedule, audio_input, check_context, play
 
 RATE, STEP = 1000, 10  # 10 ms steps
 
@@ -157,6 +158,16 @@ def test_progress_counts_beats() -> None:
     cohort: Any = Fake(1)
     play(cohort, [recording(30)], progress=lambda beat, beats: told.append((beat, beats)))
     assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_recording_longer_than_the_context_is_refused_where_there_are_caches() -> None:
+    talking, listening = find_model("voicechat-tiny"), find_model("silero-vad")
+    minute = Recording("minute.wav", np.zeros(16000 * 60, np.float32))
+    with pytest.raises(CapacityError, match="more steps than the context has room for") as refused:
+        check_context(talking, 750, [minute])
+    assert "--context 776" in str(refused.value.hint)  # 750, 25 of the answer, 1 of the latency
+    check_context(talking, 776, [minute])
+    check_context(listening, 1, [minute])  # no caches
 
 
 def test_a_model_without_one_audio_input_is_refused_by_its_ports() -> None:
