@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wpk.ir.errors import UsageError
+from wpk.ir.graph import POSITION
 from wpk.scheduler.program import Program, Role
-
-POSITION = "position"  # the states in which a graph counts the steps of a session, or of a component: NAME.position
 
 
 def start_at(program: Program, image: NDArray[Any], position: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from wpk.ir.errors import GraphError
 from wpk.ir.types import Type, boolean, i32
 
+POSITION = "position"  # the state that counts the steps of a session, or of a component: NAME.position
 Attribute = int | float | str | bool | tuple[int, ...] | tuple[float, ...]
 
 
@@ -238,7 +239,7 @@ class GraphBuilder:
 
         component: count the steps of that component, which may have some behind it when a session joins.
         """
-        name = "position" if component is None else f"{component}.position"
+        name = POSITION if component is None else f"{component}.{POSITION}"
         if name not in self._states:
             value = self.register(name, i32())
             with self.scope(None):

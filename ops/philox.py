@@ -130,14 +130,19 @@ class RandomUniform(Random):
         return self.shaped((self.words(seed, position) >> np.uint64(8)) * 2.0**-24)
 
 
+@scalar
+def key_of(record, arenas, slot):
+    """A session's two words of seed, and its step, without signs."""
+    seed, step = operand_i32(record, arenas, 0, slot, 2), operand_i32(record, arenas, 1, slot, 1)
+    return np.int64(seed[0]) & WORD, np.int64(seed[1]) & WORD, np.int64(step[0]) & WORD
+
+
 @body(RandomUniform)
 def random_uniform_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
     stream, start = parameter(record, 1), part_lo * NUMBERS_OF_A_PART
     count = min(part_hi * NUMBERS_OF_A_PART, parameter(record, 0)) - start
     for slot in range(slot_lo, slot_hi):
-        seed = operand_i32(record, arenas, 0, slot, 2)
-        k0, k1 = np.int64(seed[0]) & WORD, np.int64(seed[1]) & WORD
-        step = np.int64(operand_i32(record, arenas, 1, slot, 1)[0]) & WORD
+        k0, k1, step = key_of(record, arenas, slot)
         y = view_f32(address(record, arenas, 2, slot) + 4 * start, count)
         for first in range(0, count, 4):
             w0, w1, w2, w3 = philox((start + first) // 4, step, stream, k0, k1)
@@ -186,9 +191,7 @@ def random_normal_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scrat
     stream, start = parameter(record, 1), part_lo * NUMBERS_OF_A_PART
     count = min(part_hi * NUMBERS_OF_A_PART, parameter(record, 0)) - start
     for slot in range(slot_lo, slot_hi):
-        seed = operand_i32(record, arenas, 0, slot, 2)
-        k0, k1 = np.int64(seed[0]) & WORD, np.int64(seed[1]) & WORD
-        step = np.int64(operand_i32(record, arenas, 1, slot, 1)[0]) & WORD
+        k0, k1, step = key_of(record, arenas, slot)
         y = view_f32(address(record, arenas, 2, slot) + 4 * start, count)
         for first in range(0, count, 4):
             w0, w1, w2, w3 = philox((start + first) // 4, step, stream, k0, k1)

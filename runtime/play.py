@@ -2,8 +2,8 @@
 
 Every recording joins before the first beat and leaves after the beat that took its last sample, or gave it back: a
 model with audio out is fed silence until that has come through its latency, and one that answers for as long as its
-spec says. What is missing of the last beat is silence
-too. So a beat serves the recordings that are still running, and outputs belong to whole steps.
+spec says. What is missing of the last beat is silence too. So a beat serves the recordings that are still running, and
+outputs belong to whole steps.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypedDict
 
 from wpk.ir.errors import GraphError, SpecError
-from wpk.ir.graph import Graph, GraphBuilder, StateKind, Value
+from wpk.ir.graph import POSITION, Graph, GraphBuilder, StateKind, Value
 from wpk.ir.types import INTEGERS, Type
 from wpk.ops import LIBRARY
 from wpk.ops.operator import OperatorLibrary
@@ -17,8 +17,6 @@ from wpk.zoo.problems import Location, Problem, close_hint, spec_error
 from wpk.zoo.spec import ModelSpec
 from wpk.zoo.tensors import TensorMap, Tensors
 from wpk.zoo.wiring import read_by
-
-SESSION_POSITION = "position"  # what `GraphBuilder.position` counts for the session as a whole
 
 
 class StateBytes(TypedDict):
@@ -72,10 +70,10 @@ def build_prefill(spec: ModelSpec, name: str, *, context: int = 1, library: Oper
     where = ("prefill", name)
     _build_components(g, spec, where, prefill.components, tuple(prefill.inputs), values, TensorMap(spec.tensors))
     graph = g.build()
-    if any(state.name == SESSION_POSITION for state in graph.states):
+    if any(state.name == POSITION for state in graph.states):
         problem = Problem(
             (*where, "components"), "a component counts the steps of the session, which has not begun",
-            "components that count their own steps, or none", SESSION_POSITION,
+            "components that count their own steps, or none", POSITION,
         )  # fmt: skip
         raise spec_error(f"spec {spec.name!r}", [problem])
     return graph

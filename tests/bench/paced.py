@@ -36,6 +36,9 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += max(1, round(seconds * 1e9))
 
+    def work(self, ms: float) -> None:
+        self.now += round(ms * 1e6)
+
 
 class Fake:
     """A loaded cohort. Every beat takes what `work` says, or fails at beat `fail_at`."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.bench.paced import Clock
 from wpk.ir.errors import CapacityError, SessionError, SpecError, UsageError
 from wpk.registry.models import find_model
 from wpk.runtime.play import Recording, Schedule, audio_input, check_context, play
@@ -174,22 +175,6 @@ def test_a_model_without_one_audio_input_is_refused_by_its_ports() -> None:
     with pytest.raises(SpecError, match="recordings") as caught:
         audio_input(spec(kind="tokens"))
     assert caught.value.found == "audio: tokens"
-
-
-class Clock:
-    """Time that moves when someone sleeps or works."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000_007
-
-    def __call__(self) -> int:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += max(1, round(seconds * 1e9))
-
-    def work(self, ms: float) -> None:
-        self.now += round(ms * 1e6)
 
 
 def served(work_ms: list[float], *, paced: bool) -> tuple[list[float], int]:
