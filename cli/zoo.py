@@ -164,8 +164,7 @@ def check_weights(
     """Compare the tensors of a model's weights with its spec: missing, extra, misshapen."""
     from wpk.registry import find_model
     from wpk.registry.settings import settings
-    from wpk.registry.weights import WeightsStore, check_inventory
-    from wpk.zoo.build import expected_tensors
+    from wpk.registry.weights import WeightsStore
     from wpk.zoo.sources import PathSource
 
     out = Output(json, quiet)
@@ -175,9 +174,7 @@ def check_weights(
     with out.progress() as report:
         if not store.present(source):
             store.pull(source, report)
-    expected = {tensor: type.shape for tensor, type in expected_tensors(spec).items()}
-    unused = {tensor: type.shape for tensor, type in spec.unused.items()}
-    inventory = check_inventory(expected, store.open(source, expected), spec.ignored_tensors, unused)
+    _, inventory = store.open_model(spec, source)
     verdict = f"{inventory.found} tensors fit the spec, {inventory.values:,} values"
     if not inventory.ok:
         counts = f"{len(inventory.missing)} missing, {len(inventory.extra)} extra, {len(inventory.misshapen)} misshapen"

