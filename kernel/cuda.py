@@ -212,7 +212,7 @@ class CudaKernel:
             place = 2 * item.payload + item.which
             encoded[place] = gpu.encode_map(base, item.sizes, item.strides, item.box, item.swizzled)
         maps = gpu.place(encoded.tobytes())
-        orders = order_table(program, tasks, addresses, maps)
+        orders = order_table(program, tasks, self._shape, addresses, maps)
         streams, stream_starts = stream_table(program, tasks, self._shape, addresses, maps)
         scratch = scratch_bytes(program, 4 * SCRATCH_WORDS)
         self._trace = gpu.allocate(8 * layout.STAMPS * program.waves * program.blocks) if self._traced else 0

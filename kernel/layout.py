@@ -6,8 +6,9 @@ what host and kernel tell each other beside the control record. Words that diffe
 of their own.
 
 A block has THREADS consumer threads, which run the bodies, and one warp more, whose first thread is the *producer*: it
-waits for the other blocks and for the host, and streams what streamed operators read through a ring of stages in
-shared memory (`Shape`).
+waits for the other blocks and for the host, and streams what streamed operators read through a ring in shared memory
+(`Shape`). Each payload divides the ring into stages of its own size (`Stages`), so that as many bytes as there is room
+for are under way whatever an item has: memory under load answers after two to three microseconds.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ STREAM_BYTES = 8 * STREAM_WORDS
 (
     S_WAVE,  # that it belongs to
     S_AFTER,  # the wave whose end its early bytes wait for; -1: none
-    S_KIND,
+    S_KIND,  # and the division of the ring: kind | stages << 8 | bytes of a stage << 16
     S_RECORD,  # index of its order
     S_SLOT_LO,
     S_SLOT_HI,
@@ -99,6 +100,7 @@ ORDER_BYTES = 256
 # The payload's 128 bytes come first; then the addresses of slot 0 of its operands, and of its tensor map.
 ORDER_ADDRESSES, ORDER_MAP, ORDER_WINDOW = 128, 184, 208  # the window's map: of the convolution's ring
 ORDER_SLOT_LO, ORDER_SLOT_HI, ORDER_PART_LO, ORDER_PART_HI = 192, 196, 200, 204  # i32
+ORDER_STAGE_BYTES, ORDER_STAGES = 216, 220  # i32, the payload's division of the ring; 0 where it is not streamed
 
 
 # Moments of a wave in a block: it opened, the first streamed bytes were there, the last were used, all was done.
@@ -118,12 +120,13 @@ MATMUL, MAMBA2, QKV, ARGMAX, STATE_KIND, CACHE_KIND = range(6)
 STATE_ROW = 512  # bytes of a row of 128 f32
 CACHE_ROWS = 8  # rows of a cache in a stage
 SHARED_LIMIT = 227 * 1024  # bytes that a block may have on compute capability 9.0
+OWN_BYTES = 1024  # of them, for what the kernel itself declares: the producer's cursors
 TILE_ROWS = 176  # rows of a weight in a stage, at most: 22 groups of 8
 CHUNK_BYTES = 128  # of a row in a stage: 64 columns of bf16
-CACHE_STAGE = 32 * 1024  # bytes of a cache in a stage
 WINDOW_BYTES = 3 * TILE_ROWS * 2  # of a session
 TAP_BYTES = 5 * TILE_ROWS * 4  # four taps and the bias of a convolution, f32
-MOST_STAGES = 15
+STAGE_UNIT = 1024  # bytes; a stage is a multiple: swizzles count rows from such an address
+BARRIERS = 16  # of each kind, for items in turn: the most stages of any division
 
 # From the start of shared memory, which is aligned to 1024 bytes.
 FULL, EMPTY = 0, 128  # an mbarrier of 8 bytes for each stage
@@ -137,8 +140,16 @@ FACTORS = 1024  # f32 of each session of a product's tile
 WAITING = 328  # u32: the low half of the counter's value that the block's consumers wait for
 STAMP = 320  # u64: where the moments of the present wave go; or 0
 BUFFER = 2048  # the next waves' orders, two halves
-KEPT_ORDERS = 4  # of a wave; what more there are is read from global memory
+KEPT_ORDERS = 2  # of a wave; what more there are is read from global memory
 RING = BUFFER + 2 * KEPT_ORDERS * ORDER_BYTES
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A division of the ring: bytes of a stage, a multiple of `STAGE_UNIT`, and how many there are."""
+
+    size: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -148,18 +159,12 @@ class Shape:
     sessions: int
 
     @property
-    def stage_bytes(self) -> int:
-        return max(CACHE_STAGE, TILE_ROWS * CHUNK_BYTES + self.sessions * CHUNK_BYTES)
-
-    @property
-    def window_sessions(self) -> int:
-        """Sessions whose windows of a convolution, three rows of bf16, a stage holds beside the taps."""
-        return (self.stage_bytes - TAP_BYTES) // WINDOW_BYTES
-
-    @property
     def staged_columns(self) -> int:
-        """Results of a session that are staged at a time, with room that keeps rows on different banks."""
-        return TILE_ROWS + 8 if self.sessions == 64 else TILE_ROWS // 2 + 8
+        """Results of a session that are staged at a time, with room that keeps rows on different banks.
+
+        A warp stores eight sessions at once: four of them lie side by side where this is 8 or 24 modulo 32.
+        """
+        return TILE_ROWS + 8 if self.sessions == 64 else TILE_ROWS // 2
 
     @property
     def staging_bytes(self) -> int:
@@ -167,15 +172,20 @@ class Shape:
         return self.sessions * self.staged_columns * 4
 
     @property
-    def stages(self) -> int:
+    def ring_bytes(self) -> int:
         if not self.sessions:
             return 0
-        room = SHARED_LIMIT - 1024 - RING - self.staging_bytes
-        return min(MOST_STAGES, room // self.stage_bytes)
+        room = SHARED_LIMIT - 1024 - OWN_BYTES - RING - self.staging_bytes  # 1024: to align it all
+        return room // STAGE_UNIT * STAGE_UNIT
+
+    def stages(self, size: int) -> Stages:
+        """The ring divided for items of at most so many bytes."""
+        whole = -(-size // STAGE_UNIT) * STAGE_UNIT
+        return Stages(whole, min(BARRIERS, self.ring_bytes // whole))
 
     @property
     def staging(self) -> int:
-        return RING + self.stages * self.stage_bytes
+        return RING + self.ring_bytes
 
     @property
     def shared_bytes(self) -> int:

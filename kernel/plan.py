@@ -23,6 +23,7 @@ from wpk.kernel.layout import (
     ORDER_MAP,
     ORDER_PART_HI,
     ORDER_SLOT_LO,
+    ORDER_STAGE_BYTES,
     ORDER_WINDOW,
     PRODUCTS,
     S_AFTER,
@@ -41,12 +42,16 @@ from wpk.kernel.layout import (
     S_STEP,
     S_WAVE,
     S_WINDOWS,
+    STAGE_UNIT,
     STATE_ROW,
     STREAM_WORDS,
     STREAMED,
+    TAP_BYTES,
     TILE_ROWS,
     WARPS,
+    WINDOW_BYTES,
     Shape,
+    Stages,
 )
 from wpk.ops.attention import ATTENTION_ROWS
 from wpk.ops.operator import LIBRARY
@@ -130,7 +135,50 @@ def product_shape(name: str, parameters: Sequence[int]) -> tuple[int, int, int, 
     return n, k, shares, max(1, splits) if name == "tiled_matmul" else 1
 
 
-def order_table(program: Program, tasks: NDArray[Any], arenas: Sequence[int], maps: int) -> NDArray[np.uint8]:
+def stages_of(program: Program, shape: Shape) -> dict[int, Stages]:
+    """Payload -> how it divides the ring; for those that are streamed."""
+    found = {}
+    for payload, name in enumerate(operator_names(program)):
+        values = [int(v) for v in program.payloads[payload]["parameter"]]
+        if name in PRODUCTS:
+            n, _, shares, _ = product_shape(name, values)
+            size = -(-(n // GROUP) // shares) * CHUNK_TILE + activation_bytes(program, shape)
+            if name == "mamba2_projection":
+                size = _with_windows(size, min(program.slots, shape.sessions), shape)
+        elif name == "mamba2_step":
+            size = values[3] * STATE_ROW + _state_terms(values[3])
+        elif name == "attention_parts":
+            size = 2 * values[1] * values[2] * CACHE_ROWS * 2
+        else:
+            continue
+        found[payload] = shape.stages(size)
+    return found
+
+
+def _with_windows(size: int, sessions: int, shape: Shape) -> int:
+    """Bytes of stages of at least that size that hold the windows of all sessions at once, beside the taps in each."""
+    size = max(size, TAP_BYTES + WINDOW_BYTES)
+    while True:
+        stages = shape.stages(size)
+        if -(-sessions // ((stages.size - TAP_BYTES) // WINDOW_BYTES)) <= stages.count:
+            return size
+        size = stages.size + 1
+
+
+def activation_bytes(program: Program, shape: Shape) -> int:
+    """Of a stage, for the sessions of a product's tile: whole groups of 8 rows."""
+    rows = min(program.slots, shape.sessions)
+    return -(-rows * CHUNK_BYTES // STAGE_UNIT) * STAGE_UNIT
+
+
+def _state_terms(rows: int) -> int:
+    """Bytes that come with a tile of state: x, B and C, the step's terms."""
+    return 4 * rows + 2 * STATE_ROW + 16
+
+
+def order_table(
+    program: Program, tasks: NDArray[Any], shape: Shape, arenas: Sequence[int], maps: int
+) -> NDArray[np.uint8]:  # fmt: skip
     """[tasks, ORDER_BYTES]: each task's payload with the addresses that it means. arenas, maps: on the device."""
     payloads = program.payloads
     references = payloads["reference"]
@@ -145,6 +193,10 @@ def order_table(program: Program, tasks: NDArray[Any], arenas: Sequence[int], ma
         orders[:, place : place + 8] = _bytes_of(where[:, None])
     ranges = np.stack([tasks[n] for n in ("slot_lo", "slot_hi", "part_lo", "part_hi")], axis=1).astype(np.int32)
     orders[:, ORDER_SLOT_LO : ORDER_PART_HI + 4] = _bytes_of(ranges)
+    stages = np.zeros((len(payloads), 2), np.int32)
+    for payload, given in stages_of(program, shape).items():
+        stages[payload] = given.size, given.count
+    orders[:, ORDER_STAGE_BYTES : ORDER_STAGE_BYTES + 8] = _bytes_of(stages[index])
     return orders
 
 
@@ -178,7 +230,7 @@ def stream_table(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Each block's streamed tasks as `wpk.kernel.layout` has them, and its first entry. arenas, maps: addresses."""
     names = operator_names(program)
-    before = _early_waves(program, names)
+    before, stages = _early_waves(program, names), stages_of(program, shape)
     rows: list[NDArray[np.int64]] = []
     owners: list[NDArray[np.int64]] = []
     order = np.arange(len(tasks))
@@ -189,6 +241,7 @@ def stream_table(
         some = _product_entries if name in PRODUCTS else _other_entries
         entries = some(program, payload, name, tasks[mine], mine, shape, arenas)
         entries[:, S_AFTER] = before[payload]
+        entries[:, S_KIND] |= stages[payload].count << 8 | stages[payload].size << 16
         entries[:, S_MAP] = maps + MAP_BYTES * 2 * payload
         rows.append(entries)
         owners.append(tasks["block"][entries[:, S_RECORD]].astype(np.int64))
@@ -235,7 +288,7 @@ def _product_entries(
     made[:, S_BYTES] = sessions * CHUNK_BYTES
     if name == "mamba2_projection":
         inner, channels = (int(v) for v in program.payloads[payload]["parameter"][3:5])
-        box = window_sessions(program.slots, shape)
+        box = window_sessions(min(program.slots, shape.sessions), stages_of(program, shape)[payload])
         held = -(-(made[:, S_SLOT_HI] - made[:, S_SLOT_LO]) // box)
         made[:, S_WINDOWS] = np.where((GROUP * last > inner) & (GROUP * first < inner + channels), held, 0)
     return made
@@ -251,7 +304,7 @@ def _other_entries(
     if name == "mamba2_step":
         rows = values[3]
         made[:, S_STEP], made[:, S_SOURCE] = rows * STATE_ROW, _place(program, payload, 1, arenas)
-        made[:, S_BYTES] = 4 * rows + 2 * STATE_ROW + 16  # x, B and C, the step's terms
+        made[:, S_BYTES] = _state_terms(rows)
     else:
         _, groups, width = values[:3]
         made[:, S_BYTES] = 2 * groups * width * CACHE_ROWS * 2
@@ -311,7 +364,7 @@ def warm_table(program: Program, weights: int) -> NDArray[np.int64]:
 # --- tensor maps --------------------------------------------------------------------------------------------------
 def tensor_maps(program: Program, shape: Shape) -> list[TensorMap]:
     """The maps of the payloads whose operands are copied box by box."""
-    made = []
+    made, stages = [], stages_of(program, shape)
     for index, name in enumerate(operator_names(program)):
         values = [int(v) for v in program.payloads[index]["parameter"]]
         if name in PRODUCTS:
@@ -320,7 +373,7 @@ def tensor_maps(program: Program, shape: Shape) -> list[TensorMap]:
             made.append(_map(program, index, 0, (depth,), (), (BOX_COLUMNS, rows)))
         if name == "mamba2_projection":
             channels = values[4]
-            box = (TILE_ROWS, 3, window_sessions(program.slots, shape))
+            box = (TILE_ROWS, 3, window_sessions(min(program.slots, shape.sessions), stages[index]))
             made.append(_map(program, index, 4, (channels, 3), (2 * channels,), box, which=1))
         elif name == "attention_parts":
             _, groups, width, rows = values[:4]
@@ -329,10 +382,10 @@ def tensor_maps(program: Program, shape: Shape) -> list[TensorMap]:
     return made
 
 
-def window_sessions(slots: int, shape: Shape) -> int:
-    """Sessions of each of the boxes that bring the windows of a task's sessions."""
-    most = min(slots, shape.sessions)
-    return -(-most // -(-most // shape.window_sessions))
+def window_sessions(sessions: int, stages: Stages) -> int:
+    """Sessions of each of the boxes that bring the windows of a tile's sessions, beside the taps."""
+    most = (stages.size - TAP_BYTES) // WINDOW_BYTES
+    return -(-sessions // -(-sessions // most))
 
 
 def _map(

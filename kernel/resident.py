@@ -33,6 +33,7 @@ from wpk.kernel.layout import (
     AGENDA,
     AGENDA_BYTES,
     ARRIVED,
+    BARRIERS,
     BUDGET_NS,
     BUFFER,
     CONTROL_PAGE,
@@ -76,7 +77,7 @@ from wpk.kernel.layout import (
     Shape,
 )  # fmt: skip
 from wpk.kernel.streamed.bodies import make_consume
-from wpk.kernel.streamed.ring import BOTH, await_stage, make_producer, mark
+from wpk.kernel.streamed.ring import BOTH, NO_ITEMS, await_stage, make_producer, mark
 
 i32 = np.int32
 START, INPUT_WAVE, RESET_WAVE = -3, -2, -1  # what comes before wave 0 of a beat
@@ -237,7 +238,7 @@ def await_open(base, parity):
 def make_wave(operators: Sequence[str], shape: Shape) -> Any:
     """The device function that runs a block's tasks of a wave, for these operators in the order of their opcodes.
 
-    It takes and returns the number of items that have come through the ring.
+    It takes and returns the consumers' place in the ring.
     """
     names = [name.partition("@")[0] for name in operators]
     plain = {c: block_body(n) for c, n in enumerate(operators) if names[c] not in STREAMED}
@@ -246,7 +247,7 @@ def make_wave(operators: Sequence[str], shape: Shape) -> Any:
     consume = make_consume(names, shape)
 
     @device
-    def run_order(record, context, scratch, base, item):
+    def run_order(record, context, scratch, base, ring):
         live, code = word(context, ACTIVE), np.int64(ptx.load_order_32(record)) & 0xFFFF
         slot_lo = np.int64(ptx.load_order_32(record + ORDER_SLOT_LO))
         slot_hi = np.int64(ptx.load_order_32(record + ORDER_SLOT_HI))
@@ -254,10 +255,10 @@ def make_wave(operators: Sequence[str], shape: Shape) -> Any:
         part_hi = np.int64(ptx.load_order_32(record + ORDER_PART_HI))
         dispatch(code, record, 0, slot_lo, slot_hi, part_lo, part_hi, live, scratch)
         slots = word(context, SLOTS)
-        return consume(code, record, 0, slot_lo, slot_hi, part_lo, part_hi, live, slots, base, item)
+        return consume(code, record, 0, slot_lo, slot_hi, part_lo, part_hi, live, slots, base, ring)
 
     @device
-    def run_wave(context, half, fetched, scratch, base, item):
+    def run_wave(context, half, fetched, scratch, base, ring):
         """half: of the buffer that holds this wave's first orders. fetched: parity of its barrier's phase."""
         count = np.int64(ptx.shared_load_32(i32(base + i32(COUNTS) + half * i32(4))))
         kept = i32(base + i32(BUFFER) + half * i32(KEPT_ORDERS * ORDER_BYTES))
@@ -270,8 +271,8 @@ def make_wave(operators: Sequence[str], shape: Shape) -> Any:
             record = first + ORDER_BYTES * index
             if index < KEPT_ORDERS:
                 record = ptx.generic_of_shared(i32(kept + i32(ORDER_BYTES) * i32(index)))
-            item = run_order(ptx.renewed(record), context, scratch, base, item)
-        return item
+            ring = run_order(ptx.renewed(record), context, scratch, base, ring)
+        return ring
 
     return run_wave
 
@@ -298,7 +299,7 @@ def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
         # Work that all blocks share is dealt out by warps, so that little work is spread over many blocks.
         everyone, all_threads = ((thread >> 5) * blocks + block) * 32 + (thread & 31), blocks * THREADS
         control, waves = word(context, CONTROL_PAGE), word(context, WAVES)
-        target, item, parity = np.int64(0), np.int64(0), i32(0)
+        target, ring, parity = np.int64(0), np.int64(NO_ITEMS), i32(0)
         ran = np.int64(0)  # waves of all beats
         while True:
             target += blocks
@@ -331,7 +332,7 @@ def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
                 for wave in range(waves):
                     start_stamps(context, wave, base)
                     mark(base, STARTED)
-                    item = run_wave(context, i32(ran & 1), i32((ran >> 1) & 1), scratch, base, item)
+                    ring = run_wave(context, i32(ran & 1), i32((ran >> 1) & 1), scratch, base, ring)
                     ran += 1
                     mark(base, DONE)
                     target += blocks
@@ -356,8 +357,8 @@ def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
 
 def make_producer_loop(shape: Shape) -> Any:
     """What the producer thread of a block does."""
-    streams = shape.stages > 0
-    start_beat, stream_wave = make_producer(shape, fetch_orders)
+    streams = shape.ring_bytes > 0
+    start_kernel, start_beat, stream_wave = make_producer(shape, fetch_orders)
 
     @device
     def producer(context, base):
@@ -366,8 +367,7 @@ def make_producer_loop(shape: Shape) -> Any:
         target, seen, ran, work = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         # In shared memory: they are indexed, and local memory would be evicted by what streams past.
         cursors = cuda.shared.array(BOTH, types.int64)
-        for i in range(BOTH):
-            cursors[i] = 0
+        start_kernel(cursors)
         policy = ptx.evict_first()
         while True:
             if block == 0:
@@ -417,14 +417,14 @@ def make_producer_loop(shape: Shape) -> Any:
 def make_kernel(operators: Sequence[str], shape: Shape) -> Callable[..., None]:
     """The kernel specialised to a program's operator table; its one argument is the address of the context."""
     consumer, producer = make_consumer(operators, shape), make_producer_loop(shape)
-    stages = shape.stages
+    barriers = BARRIERS if shape.ring_bytes else 0
 
     def resident(context):
         thread, base = ptx.thread_index(), shared_base()
         if thread == 0:
-            for stage in range(stages):
-                ptx.mbarrier_init(i32(base + i32(FULL + 8 * stage)), i32(1))
-                ptx.mbarrier_init(i32(base + i32(EMPTY + 8 * stage)), i32(WARPS))
+            for i in range(barriers):
+                ptx.mbarrier_init(i32(base + i32(FULL + 8 * i)), i32(1))
+                ptx.mbarrier_init(i32(base + i32(EMPTY + 8 * i)), i32(WARPS))
             ptx.mbarrier_init(i32(base + i32(OPENED)), i32(1))
             for half in range(2):
                 ptx.mbarrier_init(i32(base + i32(FETCHED + 8 * half)), i32(1))

@@ -15,8 +15,18 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import address, device, is_live, parameter, parameter_f32  # noqa: F401
-from wpk.kernel.layout import CACHE_ROWS, EMPTY, FULL, RING, Shape
-from wpk.kernel.streamed.ring import await_stage, cache_range
+from wpk.kernel.layout import CACHE_ROWS, RING
+from wpk.kernel.streamed.ring import (
+    await_stage,
+    cache_range,
+    empty_barrier,
+    full_barrier,
+    left_at,
+    next_place,
+    ring_end,
+    stage_bytes,
+    turn_of,
+)
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 LOG2E = 1.4426950408889634
@@ -26,18 +36,16 @@ STEPS = TILES = MOST_WIDTH // 16
 QUERIES, SUMS = 2 * STEPS, 4 * TILES  # registers
 
 
-def make_consume(shape: Shape) -> Any:
+def make_consume() -> Any:
     """The device function that computes a task's parts of `attention_parts`."""
-    stages, stage_bytes = shape.stages, shape.stage_bytes
 
     @device
-    def consume(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, base, item):
+    def consume(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, base, ring):
         heads, groups, width = i32(parameter(record, 0)), i32(parameter(record, 1)), i32(parameter(record, 2))
         thread = i32(ptx.thread_index())
         warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
         shared_by = i32(heads // groups)  # query heads of a group
-        stage = i32(item % stages)
-        parity = i32((item // stages) & 1)
+        item, start, pitch, ending = i32(ring), next_place(ring, base), stage_bytes(ring), ring_end(record, base)
         works = warp < groups
         head = i32(lane >> i32(2))  # of the group: this lane's row of the scores
         pair = i32((lane & i32(3)) * i32(2))
@@ -63,9 +71,8 @@ def make_consume(shape: Shape) -> Any:
                 for i in range(SUMS):
                     sums[i] = f32(0.0)
                 for group in range(first, end):
-                    await_stage(base, i32(i32(FULL) + stage * i32(8)), parity)
+                    await_stage(base, full_barrier(item), turn_of(item))
                     if works:
-                        start = i32(base + i32(RING) + stage * i32(stage_bytes))
                         keys = i32(start + (warp * i32(CACHE_ROWS) + row) * i32(128))
                         s0, s1, s2, s3 = f32(0.0), f32(0.0), f32(0.0), f32(0.0)
                         for s in range(0, STEPS, 2):  # 32 columns: four 8 x 8 tiles
@@ -118,12 +125,11 @@ def make_consume(shape: Shape) -> Any:
                                 sums[o], sums[o + 1], sums[o + 2], sums[o + 3] = a, b, c, d
                     ptx.warp_barrier()
                     if lane == 0:
-                        ptx.mbarrier_arrive(i32(base + i32(EMPTY) + stage * i32(8)))
-                    item += 1
-                    stage = i32(stage + i32(1))
-                    if stage == i32(stages):
-                        stage = i32(0)
-                        parity = i32(parity ^ i32(1))
+                        ptx.mbarrier_arrive(i32(base + empty_barrier(item)))
+                    item = i32(item + i32(1))
+                    start = i32(start + pitch)
+                    if start == ending:
+                        start = i32(base + i32(RING))
                 total += ptx.shuffle_xor(total, i32(1))
                 total += ptx.shuffle_xor(total, i32(2))
                 pitch = i64(width + i32(2)) * 4
@@ -141,6 +147,6 @@ def make_consume(shape: Shape) -> Any:
                                 to = i32(pair + i32(e % 2))
                                 if to < shared_by:
                                     ptx.store_1(out + i64(to) * pitch + 4 * i64(column), sums[4 * t + e])
-        return item
+        return left_at(ring, item, start, base)
 
     return consume

@@ -19,9 +19,7 @@ from wpk.kernel.cuda_library import address, device, parameter, parameter_f32, p
 from wpk.kernel.layout import (
     ARGMAX,
     CHUNK_BYTES,
-    EMPTY,
     FACTORS,
-    FULL,
     MAMBA2,
     MATMUL,
     QKV,
@@ -35,7 +33,19 @@ from wpk.kernel.layout import (
 )
 from wpk.kernel.streamed.epilogues import GROUP, finish_mamba2, finish_matmul, finish_qkv
 from wpk.kernel.streamed.norms import better
-from wpk.kernel.streamed.ring import await_stage, mark, window_box
+from wpk.kernel.streamed.ring import (
+    activation_bytes,
+    await_stage,
+    empty_barrier,
+    full_barrier,
+    left_at,
+    mark,
+    next_place,
+    ring_end,
+    stage_bytes,
+    turn_of,
+    window_box,
+)
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 FACTORS_AT = 8  # chunk of a phase during which the norms' factors are computed
@@ -174,9 +184,9 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
     stage_low = make_stage_results(per_round, 0, pitch)
     stage_high = make_stage_results(per_round, per_round if wide else 0, pitch)
     best_of = make_best_of(count)
-    stages, stage_bytes, staging = shape.stages, shape.stage_bytes, shape.staging
+    staging = shape.staging
     factor_rounds = shape.sessions * 4 // THREADS
-    most_windows, sessions = max(shape.window_sessions, 1), shape.sessions
+    sessions = shape.sessions
     has_matmul, has_mamba2, has_qkv, has_argmax = (k in kinds for k in (MATMUL, MAMBA2, QKV, ARGMAX))
 
     @device
@@ -220,8 +230,8 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                 finish_matmul(record, arenas, slot, row, split, v, at, policy)
 
     @device
-    def consume(kind, record, arenas, slot_lo, slot_hi, part_lo, part_hi, all_slots, base, item):
-        """`item` counts what has gone through the ring; the new count is returned."""
+    def consume(kind, record, arenas, slot_lo, slot_hi, part_lo, part_hi, all_slots, base, ring):
+        """`ring`: the consumers' place in it; the new one is returned."""
         slots = slot_hi - slot_lo
         operand, squares, width, epsilon = norm_terms(kind, record)
         thread = i32(ptx.thread_index())
@@ -235,10 +245,10 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
         pair = i32((lane & i32(3)) * i32(2))
         factor_low, factor_high = f32(1.0), f32(1.0)
         fresh = squares > 0
-        stage = i32(item % stages)
-        parity = i32((item // stages) & 1)
+        held = i32(min(all_slots, sessions))  # sessions of the activations' box
+        item, place, size, end = i32(ring), next_place(ring, base), stage_bytes(ring), ring_end(record, base)
         b_offset = i32(0) if wide else i32(group * i32(HALF * CHUNK_BYTES))
-        a_offset = i32(TILE_ROWS * CHUNK_BYTES) + (i32(group * i32(64 * CHUNK_BYTES)) if wide else i32(0))
+        a_offset = i32(size - activation_bytes(held)) + (i32(group * i32(64 * CHUNK_BYTES)) if wide else i32(0))
         policy = ptx.evict_last()
         for part in range(part_lo, part_hi):
             first, groups, _, chunks, split = part_range(kind, record, part)
@@ -247,27 +257,26 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
             # Away from the start of the phase: the ring is full then, and whoever waits stops the stream.
             mid = min(chunks - 1, FACTORS_AT)
             for chunk in range(chunks):
-                await_stage(base, i32(i32(FULL) + stage * i32(8)), parity)
+                await_stage(base, full_barrier(item), turn_of(item))
                 if chunk == 0:
                     mark(base, STREAMING)
                 if fresh and chunk == mid:
                     write_factors(operand, squares, width, epsilon, record, arenas, slot_lo, slots, base, factor_rounds)
-                place = i32(base + i32(RING) + stage * i32(stage_bytes))
                 accumulators = wgmma(
                     accumulators,
                     i64(DESCRIPTOR) | i64(i32(place + a_offset) >> i32(4)),
                     i64(DESCRIPTOR) | i64(i32(place + b_offset) >> i32(4)),
                 )
                 if lane == 0:
-                    ptx.mbarrier_arrive(i32(base + i32(EMPTY) + stage * i32(8)))
-                stage = i32(stage + i32(1))
-                if stage == i32(stages):
-                    stage = i32(0)
-                    parity = i32(parity ^ i32(1))
+                    ptx.mbarrier_arrive(i32(base + empty_barrier(item)))
+                item = i32(item + i32(1))
+                place = i32(place + size)
+                if place == end:
+                    place = i32(base + i32(RING))
             mark(base, STREAMED_OUT)
             windows, box = i64(0), i32(1)
             if has_mamba2:
-                box = i32(window_box(i64(min(all_slots, sessions)), most_windows))
+                box = window_box(held, size)
                 windows = window_items(kind, record, first, groups, slots, box)
             if fresh:
                 fresh = False
@@ -323,20 +332,14 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                     if wide:
                         here = i32(min(max(i32(groups - i32(r * HALF // GROUP)), i32(0)), i32(HALF // GROUP)))
                     # Sessions whose windows have come in one stage are finished together.
-                    turns = max(windows, i64(1))
+                    turns, window = max(windows, i64(1)), place
                     for turn in range(turns):
                         session_lo, session_hi = i32(0), i32(slots)
-                        window = i32(0)
                         if windows > 0:
                             session_lo = i32(i32(turn) * box)
                             session_hi = i32(min(i32(session_lo + box), i32(slots)))
-                            at = i32((item + i64(chunks) + turn) % stages)
                             if r == 0:
-                                await_stage(
-                                    base, i32(i32(FULL) + at * i32(8)),
-                                    i32(((item + i64(chunks) + turn) // stages) & 1),
-                                )  # fmt: skip
-                            window = i32(base + i32(RING) + at * i32(stage_bytes))
+                                await_stage(base, full_barrier(i32(item + i32(turn))), turn_of(i32(item + i32(turn))))
                         finish(
                             kind, record, arenas, slot_lo, first, i32(start), here, i64(split), session_lo, session_hi,
                             window, box, thread, base, policy,
@@ -344,13 +347,13 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                         if windows > 0 and r == rounds - 1:
                             ptx.warp_barrier()
                             if lane == 0:
-                                ptx.mbarrier_arrive(
-                                    i32(base + i32(EMPTY) + i32((item + i64(chunks) + turn) % stages) * i32(8))
-                                )
-                item += windows
-            item += i64(chunks)
-            stage = i32(item % stages)
-            parity = i32((item // stages) & 1)
-        return item
+                                ptx.mbarrier_arrive(i32(base + empty_barrier(i32(item + i32(turn)))))
+                        if windows > 0:
+                            window = i32(window + size)
+                            if window == end:
+                                window = i32(base + i32(RING))
+                if windows > 0:
+                    item, place = i32(item + i32(windows)), window
+        return left_at(ring, item, place, base)
 
     return consume

@@ -4,6 +4,11 @@ One thread a block walks the list of the block's streamed tasks with two cursors
 waves that are not open yet, as far as the ring has free stages: weights wait for nothing, state for the wave that
 wrote it last. The late cursor follows in the wave that is open and adds what that wave reads. Both see the same items
 in the same order as the consumers: units (parts of slots), each of one or more stages.
+
+Items are numbered through all beats; item i is announced by barriers i % BARRIERS. A *run* is a stretch of items for
+which the ring is divided alike. Within a run an item takes the stage after the one before it, round and round; a run
+starts with the first stage that begins behind the last item of the run before. So producer and consumers find the same
+place without telling each other, and an item waits for little that was announced shortly before it.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import numpy as np
 from wpk.kernel import layout, ptx
 from wpk.kernel.cuda_library import address, constant_32, device, is_live, parameter, stride, word
 from wpk.kernel.layout import (
+    BARRIERS,
     CACHE_KIND,
     CACHE_ROWS,
     CHUNK_BYTES,
@@ -22,6 +28,8 @@ from wpk.kernel.layout import (
     ENDED,
     FULL,
     ORDER_BYTES,
+    ORDER_STAGE_BYTES,
+    ORDER_STAGES,
     ORDER_WINDOW,
     RING,
     S_AFTER,
@@ -40,10 +48,12 @@ from wpk.kernel.layout import (
     S_STEP,
     S_WAVE,
     S_WINDOWS,
+    STAGE_UNIT,
     STAMP,
     STATE_KIND,
     STATE_ROW,
     STREAM_BYTES,
+    TAP_BYTES,
     TILE_ROWS,
     WAITING,
     WINDOW_BYTES,
@@ -52,16 +62,82 @@ from wpk.kernel.layout import (
 
 i32, i64 = np.int32, np.int64
 # Words of a cursor. An entry has units (a part of a product, a slot of a state, a slot's part of a cache), a unit has
-# items AT to END, one a stage.
+# items AT to END, one a stage. Of the run: SIZE of its stages and OFFSET of the next item, in units, COUNT of stages,
+# number of its first item (RUN); the same of the run before, of which PLACE is the stage after its last item.
 (
     ENTRY, LAST, WAVE, AFTER, OPEN, KIND, RECORD, SLOT_LO, SLOT_HI, PART_LO, PART_HI, SLOT, PART, AT, END, SOURCE, STEP,
-    BYTES, MAP, ITEM, STAGE, PHASE, CHUNKS, ROW,
-) = range(24)  # fmt: skip
-CURSOR_WORDS = 24
+    BYTES, MAP, ITEM, CHUNKS, ROW, SIZE, COUNT, OFFSET, RUN, OLD_SIZE, OLD_COUNT, OLD_PLACE, OLD_RUN,
+) = range(30)  # fmt: skip
+CURSOR_WORDS = 30
 EARLY, LATE = 0, CURSOR_WORDS  # where each cursor is in the array of both
 BOTH = 2 * CURSOR_WORDS
 NEVER = 1 << 30  # a wave after all
 PATIENCE = 1 << 14  # looks at the block's own consumers before the bounded wait for all blocks
+TURN = BARRIERS.bit_length() - 1  # an item's number >> TURN: how often its barriers were used before
+assert BARRIERS == 1 << TURN
+# The consumers' place in the ring, one number: items so far, offset of the next one and size of a stage in units.
+NO_ITEMS = 1 << 48
+
+
+@device
+def full_barrier(item):
+    """Offset of the barrier that says that an item's bytes are there."""
+    return i32(i32(FULL) + ((item & i32(BARRIERS - 1)) << i32(3)))
+
+
+@device
+def empty_barrier(item):
+    """Offset of the barrier that says that the consumers have used an item."""
+    return i32(i32(EMPTY) + ((item & i32(BARRIERS - 1)) << i32(3)))
+
+
+@device
+def turn_of(item):
+    """Parity of the phase of an item's barriers."""
+    return i32((item >> i32(TURN)) & i32(1))
+
+
+@device
+def start_of_run(offset, size, count):
+    """Offset of the first item of a run of `count` stages of `size`, behind that of the run before; all in units."""
+    first = i32(i32(i32(offset + size - i32(1)) // size) * size)
+    return first if i32(first + size) <= i32(count * size) else i32(0)
+
+
+@device
+def enter(place, record):
+    """The consumers' place, in the division of the ring that an order asks for."""
+    size = i32(ptx.load_order_32(record + ORDER_STAGE_BYTES) >> i32(10))
+    if i64(size) != place >> 48:
+        count = ptx.load_order_32(record + ORDER_STAGES)
+        offset = start_of_run(i32((place >> 32) & 0xFFFF), size, count)
+        place = (place & 0xFFFFFFFF) | i64(offset) << 32 | i64(size) << 48
+    return place
+
+
+@device
+def next_place(place, base):
+    """Address of the next item."""
+    return i32(base + i32(RING) + (i32((place >> 32) & 0xFFFF) << i32(10)))
+
+
+@device
+def stage_bytes(place):
+    return i32(i32(place >> 48) << i32(10))
+
+
+@device
+def left_at(place, item, address, base):
+    """The consumers' place, in the same division, when `item` is the next one and lies at that address."""
+    offset = i64(i32(address - base - i32(RING)) >> i32(10))
+    return place >> 48 << 48 | offset << 32 | (i64(item) & 0xFFFFFFFF)  # numbers of items may wrap
+
+
+@device
+def ring_end(record, base):
+    """Address of the end of the ring as an order divides it."""
+    size, count = ptx.load_order_32(record + ORDER_STAGE_BYTES), ptx.load_order_32(record + ORDER_STAGES)
+    return i32(base + i32(RING) + size * count)
 
 
 @device
@@ -93,20 +169,25 @@ def cache_range(record, slot, part):
 
 
 @device
-def window_box(sessions, most):
-    """Sessions of a box of windows (`wpk.kernel.plan.window_sessions`)."""
-    boxes = (sessions + most - 1) // most
-    return (sessions + boxes - 1) // boxes
+def window_box(sessions, size):
+    """Sessions of a box of windows (`wpk.kernel.plan.window_sessions`) in stages of `size` bytes."""
+    most = i32(i32(size - i32(TAP_BYTES)) // i32(WINDOW_BYTES))
+    boxes = i32(i32(sessions + most - i32(1)) // most)
+    return i32(i32(sessions + boxes - i32(1)) // boxes)
+
+
+@device
+def activation_bytes(sessions):
+    """Bytes of a stage, at its end, for the sessions of a product's tile (`wpk.kernel.plan.activation_bytes`)."""
+    return i32(i32(sessions * i32(CHUNK_BYTES) + i32(STAGE_UNIT - 1)) & i32(-STAGE_UNIT))
 
 
 def make_producer(shape: Shape, fetch_orders: Any) -> Any:
-    """The device functions (start_beat, stream_wave).
+    """The device functions (start_kernel, start_beat, stream_wave).
 
     fetch_orders: what brings the orders of a wave into shared memory. Every function below is called in one place
     alone, as far as it can be: LLVM copies what it calls, and the kernel must fit the instruction cache.
     """
-    stages, stage_bytes = max(shape.stages, 1), shape.stage_bytes
-    tile_bytes, most_windows = TILE_ROWS * CHUNK_BYTES, max(shape.window_sessions, 1)
 
     @device
     def read_header(context, c, o):
@@ -128,11 +209,41 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
         size, map_of = ptx.load_constant(row + 8 * S_BYTES), ptx.load_constant(row + 8 * S_MAP)
         at, chunks = ptx.load_constant(row + 8 * S_AT), ptx.load_constant(row + 8 * S_CHUNKS)
         windows, first = ptx.load_constant(row + 8 * S_WINDOWS), ptx.load_constant(row + 8 * S_ROW)
-        c[o + OPEN], c[o + KIND], c[o + RECORD] = 1, kind, word(context, layout.ORDERS) + ORDER_BYTES * record
+        c[o + OPEN], c[o + KIND], c[o + RECORD] = 1, kind & 0xFF, word(context, layout.ORDERS) + ORDER_BYTES * record
         c[o + SLOT_LO], c[o + SLOT_HI], c[o + PART_LO], c[o + PART_HI] = slot_lo, slot_hi, part_lo, part_hi
         c[o + SLOT], c[o + PART], c[o + SOURCE], c[o + STEP] = slot_lo, part_lo, source, step
         c[o + BYTES], c[o + MAP], c[o + CHUNKS], c[o + ROW] = size, map_of, chunks, first
         c[o + AT], c[o + END] = at, chunks + windows
+        size, count = i32(kind >> 26), i32((kind >> 8) & 0xFF)
+        if i64(size) != c[o + SIZE]:
+            c[o + OLD_SIZE], c[o + OLD_COUNT], c[o + OLD_RUN] = c[o + SIZE], c[o + COUNT], c[o + RUN]
+            c[o + OLD_PLACE] = i64(i32(c[o + OFFSET]) // i32(c[o + SIZE]))
+            c[o + RUN], c[o + SIZE], c[o + COUNT] = c[o + ITEM], i64(size), i64(count)
+            c[o + OFFSET] = i64(start_of_run(i32(c[o + OFFSET]), size, count))
+
+    @device
+    def blocking(c, o):
+        """Number of the latest item that must be used before the next one may be written where it belongs."""
+        if c[o + ITEM] - c[o + RUN] >= c[o + COUNT]:
+            return i32(c[o + ITEM] - c[o + COUNT])
+        # The first round of a run: what the run before has left in this place, or else all that was before that run.
+        size, count, place = i32(c[o + OLD_SIZE]), i32(c[o + OLD_COUNT]), i32(c[o + OLD_PLACE])
+        low = i32(i32(c[o + OFFSET]) // size)
+        high = min(i32(i32(c[o + OFFSET] + c[o + SIZE] - 1) // size), i32(count - i32(1)))
+        latest = max(c[o + OLD_RUN] - 1, c[o + ITEM] - BARRIERS)
+        if low < count:
+            newest = min(high, i32(place - i32(1))) if low < place else i32(high - count)
+            latest = max(latest, c[o + RUN] + i64(i32(newest - place)))
+        return i32(latest)
+
+    @device
+    def next_item(c, o):
+        c[o + AT] += 1
+        c[o + SOURCE] += c[o + STEP]
+        c[o + ITEM] += 1
+        c[o + OFFSET] += c[o + SIZE]
+        if c[o + OFFSET] == c[o + COUNT] * c[o + SIZE]:
+            c[o + OFFSET] = 0
 
     @device
     def next_unit(c, o):
@@ -178,7 +289,7 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
         """The convolution's older rows of some sessions, and the taps of the part's channels."""
         record = c[o + RECORD]
         inner, channels = parameter(record, 3), parameter(record, 4)
-        box = i32(window_box(c[o + BYTES] // CHUNK_BYTES, most_windows))
+        box = window_box(i32(c[o + BYTES] // CHUNK_BYTES), i32(c[o + SIZE] * STAGE_UNIT))
         window = i32(c[o + AT] - c[o + CHUNKS])
         ptx.tensor_load_3(
             place, ptx.load_order(record + ORDER_WINDOW), i32(c[o + ROW] - inner), i32(0),
@@ -224,17 +335,17 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
     @device
     def copy_item(c, o, base, early, late, policy):
         """One item: announce its bytes and copy those that wait for nothing; copy what the wave before has written."""
-        stage, kind = i32(c[o + STAGE]), c[o + KIND]
-        full = i32(base + i32(FULL) + stage * i32(8))
-        place = i32(base + i32(RING) + stage * i32(stage_bytes))
+        kind = c[o + KIND]
+        full = i32(base + full_barrier(i32(c[o + ITEM])))
+        place = i32(base + i32(RING) + i32(c[o + OFFSET] * STAGE_UNIT))
         chunk = kind < STATE_KIND and c[o + AT] < c[o + CHUNKS]
         if early:
             size = i32(c[o + BYTES])
             if chunk or kind == STATE_KIND:
                 size = i32(size + i32(c[o + STEP]))
             elif kind < STATE_KIND:
-                box = window_box(c[o + BYTES] // CHUNK_BYTES, most_windows)
-                size = i32(i32(box) * i32(WINDOW_BYTES) + i32(5) * tap_bytes(c, o))
+                box = window_box(i32(c[o + BYTES] // CHUNK_BYTES), i32(c[o + SIZE] * STAGE_UNIT))
+                size = i32(box * i32(WINDOW_BYTES) + i32(5) * tap_bytes(c, o))
             ptx.mbarrier_expect(full, size)
             if chunk:
                 ptx.bulk_load_hinted(place, c[o + SOURCE], i32(c[o + STEP]), full, policy)
@@ -242,21 +353,17 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
                 ptx.bulk_load(place, c[o + SOURCE], i32(c[o + STEP]), full)
         if late:
             if chunk:
-                at = i32(c[o + AT] * 64)
-                ptx.tensor_load_2(i32(place + i32(tile_bytes)), c[o + MAP], at, i32(c[o + SLOT_LO]), full)
+                late_place = i32(
+                    place + i32(c[o + SIZE] * STAGE_UNIT) - activation_bytes(i32(c[o + BYTES] // CHUNK_BYTES))
+                )
+                ptx.tensor_load_2(late_place, c[o + MAP], i32(c[o + AT] * 64), i32(c[o + SLOT_LO]), full)
             elif kind < STATE_KIND:
                 copy_window(c, o, place, full)
             elif kind == STATE_KIND:
                 copy_state_terms(c, o, place, full)
             else:
                 copy_cache(c, o, place, full)
-        c[o + AT] += 1
-        c[o + SOURCE] += c[o + STEP]
-        c[o + ITEM] += 1
-        c[o + STAGE] += 1
-        if c[o + STAGE] == stages:
-            c[o + STAGE] = 0
-            c[o + PHASE] ^= 1
+        next_item(c, o)
 
     @device
     def stream_chunks(c, o, base, policy):
@@ -265,23 +372,26 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
         size, column = i32(step), i32(c[o + AT] * 64)
         both, session = i32(size + i32(c[o + BYTES])), i32(c[o + SLOT_LO])
         count = i32(c[o + CHUNKS] - c[o + AT])
-        stage, phase = i32(c[o + STAGE]), i32(c[o + PHASE] ^ 1)
+        item, stages, pitch = i32(c[o + ITEM]), i32(c[o + COUNT]), i32(c[o + SIZE] * STAGE_UNIT)
+        late = i32(pitch - activation_bytes(i32(c[o + BYTES] // CHUNK_BYTES)))
+        ring = i32(base + i32(RING))
+        place, end = i32(ring + i32(c[o + OFFSET] * STAGE_UNIT)), i32(ring + stages * pitch)
         for _ in range(count):
-            await_stage(base, i32(i32(EMPTY) + stage * i32(8)), phase)
-            full = i32(base + i32(FULL) + stage * i32(8))
-            place = i32(base + i32(RING) + stage * i32(stage_bytes))
+            used = i32(item - stages)
+            await_stage(base, empty_barrier(used), turn_of(used))
+            full = i32(base + full_barrier(item))
             ptx.mbarrier_expect(full, both)
             ptx.bulk_load_hinted(place, source, size, full, policy)
-            ptx.tensor_load_2(i32(place + i32(tile_bytes)), map_of, column, session, full)
+            ptx.tensor_load_2(i32(place + late), map_of, column, session, full)
             source += step
             column = i32(column + i32(64))
-            stage = i32(stage + i32(1))
-            if stage == i32(stages):
-                stage = i32(0)
-                phase = i32(phase ^ i32(1))
+            item = i32(item + i32(1))
+            place = i32(place + pitch)
+            if place == end:
+                place = ring
         c[o + AT] = c[o + CHUNKS]
         c[o + ITEM] += i64(count)
-        c[o + STAGE], c[o + PHASE] = i64(stage), i64(phase ^ i32(1))
+        c[o + OFFSET] = i64(i32(place - ring) >> i32(10))
 
     @device
     def stream_states(context, c, o, base):
@@ -296,7 +406,9 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
         active = word(context, layout.ACTIVE)
         size = i32(rows * i32(STATE_ROW))
         both, own = i32(size + i32(c[o + BYTES])), i32(i32(4) * rows)
-        stage, phase, items = i32(c[o + STAGE]), i32(c[o + PHASE] ^ 1), i64(0)
+        item, stages, pitch = i32(c[o + ITEM]), i32(c[o + COUNT]), i32(c[o + SIZE] * STAGE_UNIT)
+        ring = i32(base + i32(RING))
+        place, end = i32(ring + i32(c[o + OFFSET] * STAGE_UNIT)), i32(ring + stages * pitch)
         slot, part = i32(c[o + SLOT]), i32(c[o + AT])
         part_lo, part_hi, slot_hi = i32(c[o + PART_LO]), i32(c[o + PART_HI]), i32(c[o + SLOT_HI])
         live = ptx.load_relaxed_gpu(active + 8 * i64(slot >> i32(6)))
@@ -309,9 +421,9 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
                     head = i32(first // width)
                     b = inputs + 4 * i64(inner + i32(128) * i32(head // shared_by))
                     terms = inputs + 4 * i64(i32(inner + i32(256) * groups) + i32(4) * head)
-                    await_stage(base, i32(i32(EMPTY) + stage * i32(8)), phase)
-                    full = i32(base + i32(FULL) + stage * i32(8))
-                    place = i32(base + i32(RING) + stage * i32(stage_bytes))
+                    used = i32(item - stages)
+                    await_stage(base, empty_barrier(used), turn_of(used))
+                    full = i32(base + full_barrier(item))
                     after = i32(place + size)
                     ptx.mbarrier_expect(full, both)
                     ptx.bulk_load(place, source + i64(part) * i64(size), size, full)
@@ -319,19 +431,18 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
                     ptx.bulk_load(i32(after + i32(512)), b + i64(i32(512) * groups), i32(512), full)
                     ptx.bulk_load(i32(after + i32(1024)), terms, i32(16), full)
                     ptx.bulk_load(i32(after + i32(1040)), inputs + 4 * i64(first), own, full)
-                    items += 1
-                    stage = i32(stage + i32(1))
-                    if stage == i32(stages):
-                        stage = i32(0)
-                        phase = i32(phase ^ i32(1))
+                    item = i32(item + i32(1))
+                    place = i32(place + pitch)
+                    if place == end:
+                        place = ring
                     part = i32(part + i32(1))
             part = part_lo
             slot = i32(slot + i32(1))
             if (slot & i32(63)) == 0 and slot < slot_hi:
                 live = ptx.load_relaxed_gpu(active + 8 * i64(slot >> i32(6)))
         c[o + AT], c[o + SLOT] = c[o + END], i64(slot_hi - i32(1))
-        c[o + ITEM] += items
-        c[o + STAGE], c[o + PHASE] = i64(stage), i64(phase ^ i32(1))
+        c[o + ITEM] += i64(i32(item - i32(c[o + ITEM])))
+        c[o + OFFSET] = i64(i32(place - ring) >> i32(10))
 
     @device
     def stream_wave(context, c, wave, base, policy, target, ran):
@@ -348,15 +459,15 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
                     turn = LATE
                 else:
                     caught_up = c[LATE + ITEM] == c[EARLY + ITEM]
-                    if caught_up and c[LATE + KIND] == STATE_KIND:
+                    steady = caught_up and c[LATE + ITEM] - c[LATE + RUN] >= c[LATE + COUNT]
+                    if steady and c[LATE + KIND] == STATE_KIND:
                         stream_states(context, c, LATE, base)
-                    elif caught_up and c[LATE + KIND] < STATE_KIND and c[LATE + AT] < c[LATE + CHUNKS]:
+                    elif steady and c[LATE + KIND] < STATE_KIND and c[LATE + AT] < c[LATE + CHUNKS]:
                         stream_chunks(c, LATE, base, policy)
                     else:
                         if caught_up:
-                            await_stage(
-                                base, i32(i32(EMPTY) + i32(c[LATE + STAGE]) * i32(8)), i32(c[LATE + PHASE] ^ 1)
-                            )  # fmt: skip
+                            used = blocking(c, LATE)
+                            await_stage(base, empty_barrier(used), turn_of(used))
                         copy_item(c, LATE, base, caught_up, True, policy)
                     if caught_up:
                         for i in range(CURSOR_WORDS):
@@ -370,8 +481,8 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
             elif c[EARLY + OPEN] == 0 or c[EARLY + AT] >= c[EARLY + END]:
                 turn = EARLY
             else:
-                empty = i32(base + i32(EMPTY) + i32(c[EARLY + STAGE]) * i32(8))
-                if ptx.mbarrier_test(empty, i32(c[EARLY + PHASE] ^ 1)) != 0:
+                used = blocking(c, EARLY)
+                if ptx.mbarrier_test(i32(base + empty_barrier(used)), turn_of(used)) != 0:
                     copy_item(c, EARLY, base, True, False, policy)
                 elif ptx.shared_load_32(i32(base + i32(WAITING))) == i32(target):
                     # The block's consumers are done: they will free no more stages before the next wave.
@@ -392,6 +503,13 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
                         c[LATE + i] = c[EARLY + i]
 
     @device
+    def start_kernel(c):
+        """Both cursors before the first item of all."""
+        for i in range(BOTH):
+            c[i] = 0
+        c[EARLY + SIZE], c[EARLY + COUNT], c[LATE + SIZE], c[LATE + COUNT] = 1, 1, 1, 1
+
+    @device
     def start_beat(context, c, block):
         """Both cursors at the block's first entry; the count of items goes on."""
         starts = word(context, layout.STREAM_STARTS) + 4 * block
@@ -400,4 +518,4 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
         for i in range(CURSOR_WORDS):
             c[LATE + i] = c[EARLY + i]
 
-    return start_beat, stream_wave
+    return start_kernel, start_beat, stream_wave

@@ -10,30 +10,37 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import address, device, parameter, stride
-from wpk.kernel.layout import EMPTY, FULL, RING, STATE_ROW, WARPS, Shape
-from wpk.kernel.streamed.ring import await_stage
+from wpk.kernel.layout import RING, STATE_ROW, WARPS
+from wpk.kernel.streamed.ring import (
+    await_stage,
+    empty_barrier,
+    full_barrier,
+    left_at,
+    next_place,
+    ring_end,
+    stage_bytes,
+    turn_of,
+)
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 MOST_ROWS = 5  # of a warp: a part has at most 40 rows
 HELD = 4 * MOST_ROWS
 
 
-def make_consume(shape: Shape) -> Any:
+def make_consume() -> Any:
     """The device function that advances a task's parts of `mamba2_step`.
 
     A stage: rows of 128 f32, then B and C (512 bytes each), (dt, decay, D, 0), and x of the rows. A warp has every
     row's 128 values, four a lane, of rows / 8 rows.
     """
-    stages, stage_bytes = shape.stages, shape.stage_bytes
 
     @device
-    def consume(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, base, item):
+    def consume(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, base, ring):
         thread = i32(ptx.thread_index())
         warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
         rows = i32(parameter(record, 3))
         own = i32(rows // i32(WARPS))  # rows of a warp
-        stage = i32(item % stages)
-        parity = i32((item // stages) & 1)
+        item, place, pitch, end = i32(ring), next_place(ring, base), stage_bytes(ring), ring_end(record, base)
         # Lanes 0, 8, 16, 24 end with the sums of rows 0 .. 3, lane 1 with that of row 4.
         upper, middle = (lane & i32(16)) != 0, (lane & i32(8)) != 0
         mine = i32(((lane >> i32(4)) & i32(1)) * i32(2) + ((lane >> i32(3)) & i32(1)))
@@ -55,8 +62,7 @@ def make_consume(shape: Shape) -> Any:
             state = states + slot * state_step
             out = results + slot * result_step
             for part in range(part_lo, part_hi):
-                await_stage(base, i32(i32(FULL) + stage * i32(8)), parity)
-                place = i32(base + i32(RING) + stage * i32(stage_bytes))
+                await_stage(base, full_barrier(item), turn_of(item))
                 after = i32(place + rows * i32(STATE_ROW))
                 b = ptx.shared_load_4(i32(after + lane * i32(16)))
                 c = ptx.shared_load_4(i32(after + i32(512) + lane * i32(16)))
@@ -72,7 +78,7 @@ def make_consume(shape: Shape) -> Any:
                     scaled[r] = ptx.shared_load(i32(x + at * i32(4))) * terms[0]
                 ptx.warp_barrier()
                 if lane == 0:
-                    ptx.mbarrier_arrive(i32(base + i32(EMPTY) + stage * i32(8)))
+                    ptx.mbarrier_arrive(i32(base + empty_barrier(item)))
                 target = (
                     state + i64(part) * i64(rows * i32(STATE_ROW)) + i64(warp * own * i32(STATE_ROW) + lane * i32(16))
                 )
@@ -96,11 +102,10 @@ def make_consume(shape: Shape) -> Any:
                 if writes:
                     row = i64(part) * i64(rows) + i64(warp * own + mine)
                     ptx.store_1(out + 4 * row, (fifth if last else total) + terms[2] * own_x)
-                item += 1
-                stage = i32(stage + i32(1))
-                if stage == i32(stages):
-                    stage = i32(0)
-                    parity = i32(parity ^ i32(1))
-        return item
+                item = i32(item + i32(1))
+                place = i32(place + pitch)
+                if place == end:
+                    place = i32(base + i32(RING))
+        return left_at(ring, item, place, base)
 
     return consume
