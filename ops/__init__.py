@@ -26,6 +26,7 @@ from wpk.ops import (
     shape,
     spectral,
     streaming,
+    tf32,
     tiles,
     words,
 )
@@ -35,5 +36,5 @@ __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
     "attention", "blockwise", "characters", "codebooks", "constants", "conv2d", "elementwise", "filterbank", "index",
     "kv", "kv_attention", "linear", "mamba", "norm", "overlap", "philox", "recurrent", "reduce", "relative_attention",
-    "rope", "sampling", "scalar_program", "shape", "spectral", "streaming", "tiles", "words",
+    "rope", "sampling", "scalar_program", "shape", "spectral", "streaming", "tf32", "tiles", "words",
 ]  # fmt: skip

@@ -158,6 +158,11 @@ class Operator:
         """Pieces of one session's work that may run on different blocks."""
         return 1
 
+    def slot_grain(self) -> int | None:
+        """Sessions that a part takes in one piece of work whose time does not depend on how many there are, up to so
+        many; None where each session's work is its own."""
+        return None
+
     def parameters(self, *types: Type) -> tuple[int | float, ...]:
         """Up to nine numbers for the payload, in the order in which the body and `extents` read them."""
         raise NotImplementedError(self.name)

@@ -10,6 +10,8 @@ accelerator lays rows out for its matrix units (CUDA C++ Programming Guide, "TMA
     byte of a part        1024 (g C + groups c), its first group g and chunk c and its number of groups
     byte in it            128 (rows chunk + row) + 16 (piece ^ (row & 7)) + 2 element, rows and chunks from its first
 
+(`wpk.ops.tf32` has the same order with f32, of which a chunk has 32.)
+
 What comes before such a product is normalised by it: RMSNorm is y / sqrt(mean x^2 + eps) on the rows of the product,
 given x times the norm's weight and the sums of squares (`rms_norm_terms`).
 """
@@ -53,9 +55,14 @@ def least_shares(n: int) -> int:
     return -(-n // MOST_ROWS)
 
 
-def chunks_of(k: int) -> int:
-    """Chunks that k elements fill; the last one is padded with zeros."""
-    return -(-k // DEPTH)
+def chunks_of(k: int, depth: int = DEPTH) -> int:
+    """Chunks that k elements fill; the last one is padded with zeros. depth: of a chunk."""
+    return -(-k // depth)
+
+
+def tile_sessions(slots: int) -> int:
+    """Rows of x, most often one a session, that a GPU's tile of a product has where so many slots are served."""
+    return TILE_SLOTS // 2 if slots <= TILE_SLOTS // 2 else TILE_SLOTS
 
 
 def squares_of(k: int) -> int:
@@ -63,7 +70,7 @@ def squares_of(k: int) -> int:
     return -(-k // SQUARES_BLOCK)
 
 
-def tile_rules(n: int, k: int, shares: int, splits: int) -> tuple[Rule, ...]:
+def tile_rules(n: int, k: int, shares: int, splits: int, depth: int = DEPTH) -> tuple[Rule, ...]:
     """What a matrix wants to be packed, each with its name; splits = 0 means that k is not split."""
     sound = min(n, k, shares) >= 1
     return (
@@ -71,66 +78,69 @@ def tile_rules(n: int, k: int, shares: int, splits: int) -> tuple[Rule, ...]:
         (f"a multiple of {GROUP} rows", n % GROUP == 0),
         ("a group of rows for each share", sound and shares <= n // GROUP),
         (f"at most {MOST_ROWS} rows a share", sound and -(-(n // GROUP) // shares) <= MOST_ROWS // GROUP),
-        (f"a chunk of {DEPTH} elements for each split", sound and 0 <= splits <= chunks_of(k)),
+        (f"a chunk of {depth} elements for each split", sound and 0 <= splits <= chunks_of(k, depth)),
     )
 
 
-def check_tiles(name: str, n: int, k: int, shares: int, splits: int = 0) -> None:
+def check_tiles(name: str, n: int, k: int, shares: int, splits: int = 0, depth: int = DEPTH) -> None:
     """Raise what `tile_rules` says against such a matrix."""
-    wanted = first_broken(*tile_rules(n, k, shares, splits))
+    wanted = first_broken(*tile_rules(n, k, shares, splits, depth))
     if wanted is not None:
         found = f"[{n}, {k}] in {shares} shares and {splits} splits"
         raise GraphError(f"{name}: a matrix that cannot be packed", wanted=wanted, found=found)
 
 
-def _ranges(n: int, k: int, shares: int, splits: int) -> Iterator[tuple[slice, slice, slice]]:
+def _ranges(n: int, k: int, shares: int, splits: int, depth: int) -> Iterator[tuple[slice, slice, slice]]:
     """For each part its elements of the packed weight, its groups and its chunks."""
-    groups, chunks, ways, at = n // GROUP, chunks_of(k), max(splits, 1), 0
+    groups, chunks, ways, at = n // GROUP, chunks_of(k, depth), max(splits, 1), 0
     for share in range(shares):
         rows = slice(groups * share // shares, groups * (share + 1) // shares)
         for split in range(ways):
-            depth = slice(chunks * split // ways, chunks * (split + 1) // ways)
-            size = (rows.stop - rows.start) * (depth.stop - depth.start) * GROUP * DEPTH
-            yield slice(at, at + size), rows, depth
+            some = slice(chunks * split // ways, chunks * (split + 1) // ways)
+            size = (rows.stop - rows.start) * (some.stop - some.start) * GROUP * depth
+            yield slice(at, at + size), rows, some
             at += size
 
 
-def _pieces(matrix: Array) -> Array:
+def _pieces(matrix: Array, depth: int) -> Array:
     """A matrix by group, row, chunk and piece; a piece is one item, so that NumPy moves it in one go."""
     n, k = matrix.shape
-    padded = np.pad(matrix, ((0, 0), (0, -k % DEPTH))) if k % DEPTH else np.ascontiguousarray(matrix)
-    return padded.view(_piece_of(matrix)).reshape(n // GROUP, GROUP, chunks_of(k), PIECES)
+    padded = np.pad(matrix, ((0, 0), (0, -k % depth))) if k % depth else np.ascontiguousarray(matrix)
+    return padded.view(_piece_of(matrix, depth)).reshape(n // GROUP, GROUP, chunks_of(k, depth), PIECES)
 
 
-def _piece_of(array: Array) -> np.dtype[Any]:
-    return np.dtype((np.void, DEPTH // PIECES * array.itemsize))
+def _piece_of(array: Array, depth: int) -> np.dtype[Any]:
+    return np.dtype((np.void, depth // PIECES * array.itemsize))
 
 
-def _part_of(packed: Array, place: slice, depth: slice) -> Array:
+def _part_of(packed: Array, place: slice, chunks: slice, depth: int) -> Array:
     """A part of packed pieces by chunk, group, row and piece."""
-    pieces = packed[place.start * PIECES // DEPTH : place.stop * PIECES // DEPTH]
-    return pieces.reshape(depth.stop - depth.start, -1, GROUP, PIECES)
+    pieces = packed[place.start * PIECES // depth : place.stop * PIECES // depth]
+    return pieces.reshape(chunks.stop - chunks.start, -1, GROUP, PIECES)
 
 
-def packed_tiles(weight: Array, shares: int, splits: int = 0) -> Array:
-    """A matrix [n, k] in the order of its tiles, [n * ceil(k / 64) * 64], of the same dtype."""
-    blocks = _pieces(weight)
+def packed_tiles(weight: Array, shares: int, splits: int = 0, depth: int = DEPTH) -> Array:
+    """A matrix [n, k] in the order of its tiles, [n * ceil(k / depth) * depth], of the same dtype.
+
+    depth: elements of a chunk's row, which are 128 bytes in an arena: 64 of bf16.
+    """
+    blocks = _pieces(weight, depth)
     packed = np.empty(blocks.size, blocks.dtype)
-    for place, rows, depth in _ranges(weight.shape[0], weight.shape[1], shares, splits):
-        part = _part_of(packed, place, depth)
+    for place, rows, chunks in _ranges(*weight.shape, shares, splits, depth):
+        part = _part_of(packed, place, chunks, depth)
         for row, piece in itertools.product(range(GROUP), range(PIECES)):
-            part[:, :, row, piece ^ row] = blocks[rows, row, depth, piece].T
+            part[:, :, row, piece ^ row] = blocks[rows, row, chunks, piece].T
     return packed.view(weight.dtype)
 
 
-def unpacked_tiles(tiles: Array, n: int, k: int, shares: int, splits: int = 0) -> Array:
+def unpacked_tiles(tiles: Array, n: int, k: int, shares: int, splits: int = 0, depth: int = DEPTH) -> Array:
     """The matrix [n, k] that `packed_tiles` packed."""
-    packed = np.ascontiguousarray(tiles).view(_piece_of(tiles))
-    blocks = np.empty((n // GROUP, GROUP, chunks_of(k), PIECES), packed.dtype)
-    for place, rows, depth in _ranges(n, k, shares, splits):
-        part = _part_of(packed, place, depth)
+    packed = np.ascontiguousarray(tiles).view(_piece_of(tiles, depth))
+    blocks = np.empty((n // GROUP, GROUP, chunks_of(k, depth), PIECES), packed.dtype)
+    for place, rows, chunks in _ranges(n, k, shares, splits, depth):
+        part = _part_of(packed, place, chunks, depth)
         for row, piece in itertools.product(range(GROUP), range(PIECES)):
-            blocks[rows, row, depth, piece] = part[:, :, row, piece ^ row].T
+            blocks[rows, row, chunks, piece] = part[:, :, row, piece ^ row].T
     return blocks.reshape(n, -1).view(tiles.dtype)[:, :k]
 
 
