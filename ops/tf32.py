@@ -119,8 +119,8 @@ class Tf32Matmul(Operator):
     x f32, flat; then as `roles` says: bias f32 [n], residual f32 [frames, n]. y [frames, n] f32. W and x are taken as
     TF32; sums in f32, in an order that neither the batch nor the shares change. rows: of x in a GPU's tile.
 
-    Payload: operands x, tiles, bias, residual, y; parameters n, k, shares, frames, step, numbers of x, activation, rows,
-    roles. On a GPU x must be at a multiple of 16 bytes in every slot: whoever applies this sees to it.
+    Payload: operands x, tiles, bias, residual, y; parameters n, k, shares, frames, step, numbers of x, activation,
+    rows, roles. On a GPU x must be at a multiple of 16 bytes in every slot: whoever applies this sees to it.
     """
 
     x = operand("...", weight=False)
