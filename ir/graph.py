@@ -7,7 +7,8 @@ declared with its type, its initial image and its update rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -112,6 +113,8 @@ class ResolvedOperator(Protocol):
     def name(self) -> str: ...
     @property
     def version(self) -> int: ...
+    @property
+    def attributes(self) -> Collection[str]: ...
     def infer(self, types: Sequence[Type], attrs: Mapping[str, Attribute]) -> tuple[Type, ...]: ...
     def complete(self, attrs: Mapping[str, Attribute]) -> dict[str, Attribute]: ...
     def check_weights(self, weights: Sequence[bool]) -> None: ...
@@ -146,6 +149,7 @@ class GraphBuilder:
     _states: dict[str, _StateDraft] = field(default_factory=dict)
     _nodes: list[Node] = field(default_factory=list)
     _outputs: dict[str, Value] = field(default_factory=dict)
+    _products: str | None = None
     _known: dict[int, Value] = field(default_factory=dict)
 
     # --- leaves -------------------------------------------------------------------------------------------------
@@ -249,7 +253,10 @@ class GraphBuilder:
     # --- operators ----------------------------------------------------------------------------------------------
     def op(self, op: str, *inputs: Value, **attrs: Attribute) -> Any:
         """Apply an operator by name. One `Value`, or a tuple where it has several results."""
-        return self.apply(self.library.resolve(op), inputs, attrs)
+        operator = self.library.resolve(op)
+        if self._products is not None and "products" in operator.attributes:
+            attrs = {"products": self._products, **attrs}
+        return self.apply(operator, inputs, attrs)
 
     def apply(self, operator: ResolvedOperator, inputs: Sequence[Value], attrs: Mapping[str, Attribute]) -> Any:
         """Apply exactly this version of an operator: for passes, which copy what was chosen before."""
@@ -300,6 +307,15 @@ class GraphBuilder:
     def labelled(self, label: str) -> _Scope:
         """Build under exactly this label: for passes, which keep the labels of what they rewrite."""
         return _Scope(self, [label] if label else [])
+
+    @contextmanager
+    def products(self, precision: str) -> Iterator[None]:
+        """`with builder.products("tf32"):` is the attribute `products` of operators applied by name that have it."""
+        saved, self._products = self._products, precision
+        try:
+            yield
+        finally:
+            self._products = saved
 
     @property
     def label(self) -> str:

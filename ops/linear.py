@@ -2,6 +2,9 @@
 
 One body serves them all because a convolution over time-major [frames, channels] reads, for each output frame, one
 contiguous window of its input: it is a matrix product whose rows overlap in memory.
+
+`products` says how a target with tensor cores may multiply f32: "f32", or "tf32", where it may take the factors as
+TF32 (`wpk.ops.tf32`). Sums are f32, and other targets multiply in f32 whatever it says.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from wpk.ops.simd import ACTIVATIONS, PANEL, matmul_rows, pack_panels
 from wpk.ops.tiles import GROUP, least_shares
 
 BIAS, SECOND, RESIDUAL = 1, 2, 4  # bits of `matmul`'s roles
+PRODUCTS = ("f32", "tf32")
 
 
 @operator("linear", version=1)
@@ -38,9 +42,11 @@ class Linear(Operator):
     weight = operand("n k", dtypes=FLOATS, weight=True)
     bias = operand("n", weight=True, optional=True)
     activation: str = attr("none")
+    products: str = attr("f32")
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         _check_activation(self.name, self.activation)
+        check_products(self.name, self.products)
         return (f32(*dims.like("x").shape[:-1], dims["n"]),)
 
     def meaning(self, x: Array, weight: Array, bias: Array | float = 0.0) -> Array:
@@ -63,7 +69,7 @@ class Linear(Operator):
             return _shaped(g, y, (*x.type.shape[:-1], n))
         y = g.op(
             "matmul", _cast(g, x, DType.F32), g.op("pack_panels", _cast(g, weight, DType.F32)), *bias,
-            n=n, k=k, frames=frames, step=k, pad=0, activation=self.activation, roles=roles,
+            n=n, k=k, frames=frames, step=k, pad=0, activation=self.activation, roles=roles, products=self.products,
         )  # fmt: skip
         return g.op("reshape", y, shape=(*x.type.shape[:-1], n))
 
@@ -85,9 +91,11 @@ class Conv1d(Operator):
     pad_right: int = attr(0)
     dilation: int = attr(1)
     activation: str = attr("none")
+    products: str = attr("f32")
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         _check_activation(self.name, self.activation)
+        check_products(self.name, self.products)
         if self.stride < 1 or self.dilation < 1 or self.pad_left < 0 or self.pad_right < 0:
             wanted = "stride >= 1, dilation >= 1, padding >= 0"
             raise GraphError("conv1d: stride, dilation and padding", wanted=wanted, found=self)
@@ -118,7 +126,7 @@ class Conv1d(Operator):
         return g.op(
             "matmul", x, g.op("pack_panels", by_time), *bias,
             n=n, k=taps * c, frames=frames, step=self.stride * c, pad=self.pad_left * c,
-            activation=self.activation, roles=BIAS if bias else 0,
+            activation=self.activation, roles=BIAS if bias else 0, products=self.products,
         )  # fmt: skip
 
     def _expand_dilated(
@@ -134,7 +142,7 @@ class Conv1d(Operator):
             pad = (self.pad_left - tap * self.dilation) * c
             y = g.op(
                 "matmul", x, g.op("pack_panels", rows), *once, *total,
-                n=n, k=c, frames=frames, step=self.stride * c, pad=pad, roles=roles,
+                n=n, k=c, frames=frames, step=self.stride * c, pad=pad, roles=roles, products=self.products,
             )  # fmt: skip
             total = (y,)
         return total[0] if self.activation == "none" else g.op(self.activation, total[0])
@@ -174,10 +182,12 @@ class Matmul(Operator):
     pad: int = attr()
     activation: str = attr("none")
     roles: int = attr(0)
+    products: str = attr("f32")
     semantic_parameters: ClassVar = {2: POSITIVE, 3: ANY_I32, 7: range(len(ACTIVATIONS))}  # windows are clipped to x
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         _check_activation(self.name, self.activation)
+        check_products(self.name, self.products)
         if self.roles & SECOND and (self.frames != 1 or self.pad or dims.like("x").size != self.k):
             raise GraphError("matmul: a second operand goes with one whole window", wanted=f"x of {self.k}", found=self)
         return (f32(self.frames, self.n),)
@@ -296,6 +306,12 @@ def matmul_body(record, arenas, slot_lo, slot_hi, part_lo, part_hi, scratch):
 def _check_activation(name: str, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise GraphError(f"{name}: activation", wanted=" | ".join(ACTIVATIONS), found=activation)
+
+
+def check_products(name: str, products: str) -> None:
+    """Raise where this is no precision of products."""
+    if products not in PRODUCTS:
+        raise GraphError(f"{name}: products", wanted=" | ".join(PRODUCTS), found=products)
 
 
 def _cast(g: GraphBuilder, x: Value, dtype: DType) -> Value:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -361,6 +361,10 @@ class Resolved:
     def version(self) -> int:
         return self.cls.version
 
+    @property
+    def attributes(self) -> Collection[str]:
+        return _attribute_names(self.cls)  # type: ignore[arg-type, unused-ignore]  # mypy: a class is no Hashable
+
     def complete(self, attrs: Mapping[str, Attribute]) -> dict[str, Attribute]:
         """Attributes with defaults filled in and types checked."""
         return attributes(make(self.cls, attrs))
@@ -382,6 +386,11 @@ class Resolved:
 def _attribute_types(cls: type[Operator]) -> dict[str, Any]:
     """Evaluated annotations, once a class: they cost more than all the rest of `make`."""
     return typing.get_type_hints(cls)
+
+
+@functools.cache
+def _attribute_names(cls: type[Operator]) -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
 
 
 def make(cls: type[Operator], attrs: Mapping[str, Attribute]) -> Operator:

@@ -12,7 +12,7 @@ from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import Type, f32
 from wpk.ops import math32
 from wpk.ops.legal import common, first_broken
-from wpk.ops.linear import BIAS, SECOND
+from wpk.ops.linear import BIAS, SECOND, check_products
 from wpk.ops.memory import view_f32
 from wpk.ops.operator import Array, Cost, Dims, Extent, Operator, attr, body, operand, operator
 from wpk.ops.payload import operand_f32, parameter
@@ -33,6 +33,7 @@ class Lstm(Operator):
     both) -> (h [n], c [n]). i, f, o = sigmoid, g = tanh of W_ih x + b_ih + W_hh h + b_hh;
     c' = f c + i g; h' = o tanh(c'). gates: the order of the blocks of n rows: "ifgo" (PyTorch, Keras), "iofc" (ONNX),
     c being another name of g.
+    products: as for `linear`.
     """
 
     x = operand("k", weight=False)
@@ -43,10 +44,12 @@ class Lstm(Operator):
     b_ih = operand("m", weight=True, optional=True)
     b_hh = operand("m", weight=True, optional=True)
     gates: str = attr(LSTM_GATES)
+    products: str = attr("f32")
     result_count: ClassVar[int] = 2
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         _check_gates("lstm", self.gates, "c", "g", LSTM_GATES, dims)
+        check_products("lstm", self.products)
         return (f32(dims["n"]), f32(dims["n"]))
 
     def meaning(self, x: Array, h: Array, c: Array, w_ih: Array, w_hh: Array, *biases: Array) -> tuple[Array, Array]:
@@ -63,7 +66,7 @@ class Lstm(Operator):
         order = _order(self.gates.replace("c", "g"), LSTM_GATES)
         weight = _reorder(g, g.op("concat", w_ih, w_hh, axis=1), order, size)
         bias = [_reorder(g, _sum(g, biases), order, size)] if biases else []
-        return g.op("lstm_cell", _gates(g, x, weight, bias, h), c)
+        return g.op("lstm_cell", _gates(g, x, weight, bias, h, products=self.products), c)
 
 
 class Cell(Operator):
@@ -143,6 +146,7 @@ class Gru(Operator):
     n = tanh(a_n + r u_n) when linear_before_reset (PyTorch always; ONNX where its attribute is 1), else
     n = tanh(a_n + W_hn (r h) + b_hn) (ONNX's default); h' = (1 - z) n + z h.
     gates: the order of the blocks of n rows: "rzn" (PyTorch), "zrh" (ONNX), h being another name of n.
+    products: as for `linear`.
     """
 
     x = operand("k", weight=False)
@@ -153,9 +157,11 @@ class Gru(Operator):
     b_hh = operand("m", weight=True, optional=True)
     gates: str = attr(GRU_GATES)
     linear_before_reset: bool = attr(True)
+    products: str = attr("f32")
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         _check_gates("gru", self.gates, "h", "n", GRU_GATES, dims)
+        check_products("gru", self.products)
         if "b_ih" in dims.types and "b_hh" not in dims.types:
             raise GraphError("gru: biases", wanted="b_ih and b_hh, or neither", found="b_ih alone")
         return (f32(dims["n"]),)
@@ -177,14 +183,15 @@ class Gru(Operator):
         order = _order(self.gates.replace("h", "n"), GRU_GATES)
         if self.linear_before_reset:
             w_x, w_h, *b = (_reorder(g, v, order, size) for v in (w_ih, w_hh, *biases))
-            return g.op("gru_cell", _gates(g, x, w_x, b[:1]), _gates(g, h, w_h, b[1:]), h)
+            a, u = (_gates(g, v, w, b, products=self.products) for v, w, b in ((x, w_x, b[:1]), (h, w_h, b[1:])))
+            return g.op("gru_cell", a, u, h)
         weight = _reorder(g, g.op("concat", w_ih, w_hh, axis=1), order, size)
         bias = [_reorder(g, _sum(g, biases), order, size)] if biases else []
         rz_weight, *rz_bias = (_rows(g, v, 0, 2 * size) for v in (weight, *bias))
         n_weight, *n_bias = (_rows(g, v, 2 * size, 3 * size) for v in (weight, *bias))
-        rz = _gates(g, x, rz_weight, rz_bias, h, activation="sigmoid")
+        rz = _gates(g, x, rz_weight, rz_bias, h, "sigmoid", self.products)
         r, z = _rows(g, rz, 0, size), _rows(g, rz, size, 2 * size)
-        new = _gates(g, x, n_weight, n_bias, g.op("mul", r, h), activation="tanh")
+        new = _gates(g, x, n_weight, n_bias, g.op("mul", r, h), "tanh", self.products)
         return g.op("add", new, g.op("mul", z, g.op("sub", h, new)))
 
 
@@ -270,8 +277,9 @@ def _sum(g: GraphBuilder, biases: Sequence[Value]) -> Value:
 
 
 def _gates(
-    g: GraphBuilder, x: Value, weight: Value, bias: Sequence[Value], h: Value | None = None, activation: str = "none"
-) -> Value:
+    g: GraphBuilder, x: Value, weight: Value, bias: Sequence[Value], h: Value | None = None, activation: str = "none",
+    products: str = "f32",
+) -> Value:  # fmt: skip
     """act(weight concat(x, h) + bias) as one `matmul`, a vector."""
     n = weight.type.shape[0]
     seconds = () if h is None else (h,)
@@ -279,7 +287,7 @@ def _gates(
     k = x.type.size
     y = g.op(
         "matmul", x, g.op("pack_panels", weight), *bias, *seconds,
-        n=n, k=k, frames=1, step=k, pad=0, activation=activation, roles=roles,
+        n=n, k=k, frames=1, step=k, pad=0, activation=activation, roles=roles, products=products,
     )  # fmt: skip
     return g.op("reshape", y, shape=(n,))
 

@@ -20,6 +20,7 @@ from wpk.scheduler.place import place, predicted_seconds
 from wpk.scheduler.program import Program
 from wpk.scheduler.rewrite import expand, unroll
 from wpk.scheduler.target import Target
+from wpk.scheduler.tensor_cores import use_tensor_cores
 from wpk.scheduler.waves import assign_waves, use_slack
 
 MAX_CAPACITY = 1 << 16
@@ -52,8 +53,9 @@ def lower_beat(
 ) -> Lowered:
     """The passes before waves: one step's graph to the phases of a beat.
 
-    capacity: sessions, by which attention is cut for the target's blocks, and which count where steps are merged; None
-    leaves attention as it expands, and merges what one session would. It does not decide which weights there are.
+    capacity: sessions, by which attention and products are cut for the target's blocks, and which count where steps are
+    merged; None leaves attention as it expands, and merges what one session would. It does not decide which weights
+    there are.
     """
     check_graph(graph, library)
     expanded = expand(graph, library)
@@ -67,6 +69,8 @@ def lower_beat(
     if steps > 1:
         beat = merge(beat, library, target, capacity)
         show("merge", beat)
+    beat = use_tensor_cores(beat, library, target, capacity)
+    show("tensor_cores", beat)
     lowered = lower(beat)
     show("lower", lowered)
     return lowered

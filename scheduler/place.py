@@ -2,9 +2,10 @@
 
 A phase that is mostly weights is cut by parts (rows of the weight), so that each block streams its own rows once for
 all sessions; where it has fewer parts than there are blocks and computes for longer than it reads, several blocks take
-a part for some of the sessions each. What is mostly state is cut into equal runs of parts, slot after slot; anything
-else into a grid of slots and parts, or, on targets whose bodies take many sessions at once, by sessions. A share
-shorter than the target's least task is not worth a block.
+a part for some of the sessions each. What takes many sessions in one piece of work (`Operator.slot_grain`) is cut into
+equal runs of such pieces, part after part. What is mostly state is cut into equal runs of parts, slot after slot;
+anything else into a grid of slots and parts, or, on targets whose bodies take many sessions at once, by sessions. A
+share shorter than the target's least task is not worth a block.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ def split(phase: Phase, slots: int, target: Target, weights: bool) -> list[list[
     if target.cut == "slots":
         by_part, by_slot = _by_slots(phase.parts, slots, wanted, weights)
         return [[r] for r in _grid(phase.parts, slots, by_part, max(by_slot, -(-slots // most)))]
+    grain = phase.operator.slot_grain()
+    if grain is not None:
+        return _pieces(phase.parts, slots, grain, wanted)
     cost = phase.operator.cost(*phase.types)
     tiled = most < Operator.task_slots  # its body streams weights, however few
     if tiled or cost.weight_bytes > slots * (cost.activation_bytes + cost.state_bytes):
@@ -153,6 +157,15 @@ def _runs(parts: int, slots: int, wanted: int) -> list[list[Rectangle]]:
                 first += whole * parts
         shares.append(share)
     return [share for share in shares if share]
+
+
+def _pieces(parts: int, slots: int, grain: int, wanted: int) -> list[list[Rectangle]]:
+    """Equal runs of pieces of work, each a part for `grain` sessions, or fewer at the end; part after part."""
+    tiles = -(-slots // grain)
+    return [
+        [((lo * grain, min(hi * grain, slots)), some) for some, (lo, hi) in share]
+        for share in _runs(tiles, parts, min(wanted, tiles * parts))
+    ]
 
 
 def _cut(size: int, pieces: int) -> list[Range]:

@@ -124,8 +124,9 @@ def _build_component(
 ) -> dict[str, Value]:
     """The component's outputs under "NAME" and "NAME.OUTPUT"."""
     try:
-        with g.scope(component.name):
-            built = component.build(g, inputs, Tensors(g, component.name, mapping, spec.policy_of(component)))
+        policy = spec.policy_of(component)
+        with g.scope(component.name), g.products("tf32" if policy == "tf32" else "f32"):
+            built = component.build(g, inputs, Tensors(g, component.name, mapping, policy))
     except GraphError as error:
         where = f"{place}: {error.message.removeprefix(f'{g.name}: ')}"
         raise SpecError(

@@ -55,7 +55,7 @@ class Component(BaseModel):
 
     KIND: ClassVar[str] = ""
     ARITY: ClassVar[tuple[int, int]] = (1, 1)  # least and most inputs
-    POLICIES: ClassVar[tuple[Policy, ...]] = ("f32", "bf16")  # precisions of a model that it can be part of
+    POLICIES: ClassVar[tuple[Policy, ...]] = ("f32", "tf32", "bf16")  # precisions of a model that it can be part of
 
     kind: str = ""
     name: Name = ""

@@ -81,6 +81,9 @@ class Licence(Part):
 class Precision(Part):
     """f32: weights, state and arithmetic in float32.
 
+    tf32: as f32, but products with weights may take their factors as TF32 (10 bits of mantissa) where the target has
+    tensor cores for that; they sum in f32. Elsewhere it is f32.
+
     bf16: in components that offer it, matrices, what they multiply, and caches are bf16; products sum in f32, and
     norms, recurrent state and the residual stream stay f32. Other components are as under f32.
 

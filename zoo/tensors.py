@@ -22,7 +22,7 @@ from wpk.ir.errors import GraphError
 from wpk.ir.graph import GraphBuilder, Value
 from wpk.ir.types import DType, Type
 
-Policy = Literal["f32", "bf16"]
+Policy = Literal["f32", "tf32", "bf16"]
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 _Size = Annotated[int, Field(strict=True, ge=1)]
 _Index = Annotated[int, Field(strict=True, ge=0)]
@@ -144,8 +144,8 @@ class Tensors:
                 raise GraphError(f"{where}: {error.message}", wanted=error.wanted, found=error.found) from None
 
     def matrix(self, parameter: str, *shape: int) -> Value:
-        """A weight stored as the policy says: bf16 or f32."""
-        return self.get(parameter, Type(DType(self.policy), shape))
+        """A weight stored as the policy says: bf16, or else f32."""
+        return self.get(parameter, Type(DType.BF16 if self.policy == "bf16" else DType.F32, shape))
 
 
 def _ref(entry: str | TensorRef) -> TensorRef:

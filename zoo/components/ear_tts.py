@@ -51,9 +51,10 @@ class EarTts(Component):
 
     A voice is a prefill of this component, by the kind `ear_tts_voice`; without one the caches start empty.
 
-    All of it is f32, whatever the model's policy. Parameters as published; unused are audio_prompt_projection_W and the
-    two pad_tensor of embed_subword, without a voice bos_emb, and with a table all of embed_subword. State a session:
-    for each layer a step, caches f32[2 heads, head_dim] of keys and of values; codes and seed.
+    All of it is f32 whatever the model's policy; under tf32 products may be TF32. Parameters as published; unused are
+    audio_prompt_projection_W and the two pad_tensor of embed_subword, without a voice bos_emb, and with a table all of
+    embed_subword. State a session: for each layer a step, caches f32[2 heads, head_dim] of keys and of values; codes
+    and seed.
     """
 
     ARITY: ClassVar[tuple[int, int]] = (1, 2)

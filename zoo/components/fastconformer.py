@@ -37,8 +37,9 @@ class FastConformer(Component):
     all convolutions see columns alone, and frames differ in what they see of frame 1. With s = 4 both are the same.
 
     Parameters by their published names, encoder.pre_encode.*, encoder.layers.*, proj.*; what is called batch_norm is
-    a layer norm. The layers' matrices are stored as the precision policy says; the subsampling, what is kept and all
-    sums are f32. Keys and values are kept projected, and the projected positions are computed when weights are loaded.
+    a layer norm. The layers' matrices are stored as the precision policy says; the subsampling (its products may be
+    TF32 under tf32 and bf16), what is kept and all sums are f32. Keys and values are kept projected, and the projected
+    positions are computed when weights are loaded.
     """
 
     layers: Size
@@ -64,7 +65,8 @@ class FastConformer(Component):
         return ("encoded",) if self.projection is None else ("encoded", "projected")
 
     def build(self, g: GraphBuilder, inputs: tuple[Value, ...], tensors: Tensors) -> Built:
-        x = self._subsampled(g, inputs[0], tensors)
+        with g.products("f32" if tensors.policy == "f32" else "tf32"):
+            x = self._subsampled(g, inputs[0], tensors)
         rows = self.left_context + 1
         newest = g.op("remainder", g.position(), by=rows)
         positions = g.op("sinusoids", rows=rows, width=self.d_model)
