@@ -1,9 +1,9 @@
 """Weights on their way into a GPU's arenas: streamed in pieces, or made there, and put in tile order by a kernel.
 
 A tensor of a checkpoint is copied in pieces into pinned memory, from there into scratch on the device, where the
-kernel rounds each number to bf16 (nearest even, as `wpk.ops.evaluate.bf16_bits`) and stores it where
-`wpk.kernel.tile_order` says. Synthetic weights are computed where they are stored. Two pieces are under way at a time,
-so that neither a file nor an arena is ever in host memory as a whole.
+kernel rounds each number to bf16 (nearest even, as `wpk.ops.evaluate.bf16_bits`) or to TF32 (as
+`wpk.ops.tf32.rounded_tf32`) and stores it where `wpk.kernel.tile_order` says. Synthetic weights are computed where they
+are stored. Two pieces are under way at a time, so that neither a file nor an arena is ever in host memory as a whole.
 
 `pack` is target-neutral: numba-cuda makes the kernel `wpk_pack` of it (on any machine, kept as `wpk.kernel.cubin`
 keeps the resident kernel), and tests compile it for the CPU.
@@ -30,6 +30,7 @@ from wpk.ops import math32
 from wpk.ops.math32 import INT, F
 from wpk.ops.memory import view_f32, view_i32, view_u16
 from wpk.ops.scalars import bf16_bits, bf16_value
+from wpk.ops.tf32 import rounded_tf32
 
 ENTRY = "wpk_pack"
 PARAMETERS = (
@@ -39,7 +40,7 @@ PARAMETERS = (
     "count",
     "first",  # index of the first in the target, in row-major order
     "target",  # address
-    "bf16",  # 1: stored as bf16, 0: as f32
+    "stored",  # as what: one of STORED
     "n",  # rows, and
     "k",  # columns of the target
     "shares",  # of `tile_order`; 0: the target is row-major
@@ -50,6 +51,8 @@ PARAMETERS = (
     "flag",  # address of an i32 that becomes 1 where a number is not finite
 )
 F32, BF16, F16, SYNTHETIC = range(4)
+STORED = {"f32": 0, "bf16": 1, "tf32": 2}  # tf32: f32 that have no more bits than that
+WIDTH = {"f32": 4, "bf16": 2, "tf32": 4}  # bytes of a number
 KINDS = {np.dtype(np.float32): F32, np.dtype(np.uint16): BF16, np.dtype(np.float16): F16}  # uint16: bf16's bits
 
 STAGING_BYTES = 32 << 20  # of each of two pieces
@@ -85,7 +88,7 @@ def half_value(bits):
 
 @register_jitable
 def pack(
-    lo, step, source, kind, start, count, first, target, bf16, n, k, shares, splits, key, offset, scale, flag
+    lo, step, source, kind, start, count, first, target, stored, n, k, shares, splits, key, offset, scale, flag
 ):  # fmt: skip
     """Numbers lo, lo + step, ... of `count`."""
     for i in range(lo, count, step):
@@ -100,11 +103,14 @@ def pack(
         if (math32.bits_of(value) & INT(0x7F800000)) == INT(0x7F800000):
             view_i32(flag, 1)[0] = INT(1)
         at = first + i
-        place = at * (4 - 2 * bf16)
+        width = 2 if stored == 1 else 4
+        place = at * width
         if shares > 0:
-            place = tile_offset(n, k, shares, splits, at // k, at % k)
-        if bf16 != 0:
+            place = tile_offset(n, k, shares, splits, at // k, at % k, width)
+        if stored == 1:
             view_u16(target + place, 1)[0] = bf16_bits(value)
+        elif stored == 2:
+            view_f32(target + place, 1)[0] = rounded_tf32(value)
         else:
             view_f32(target + place, 1)[0] = value
 
@@ -147,10 +153,11 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Target:
-    """A weight on the device: its address, its numbers as bf16 or f32, [n, k], in tiles or (shares 0) row-major."""
+    """A weight on the device: its address, as what its numbers are stored (a key of STORED), [n, k], in tiles or
+    (shares 0) row-major."""
 
     address: int
-    bf16: bool
+    stored: str
     n: int
     k: int
     shares: int = 0
@@ -232,7 +239,8 @@ class Packer:
         key = made.key - (1 << 64) if made.key >> 63 else made.key
         values = {
             "source": source, "kind": kind, "start": start, "count": count, "first": first, "target": target.address,
-            "bf16": int(target.bf16), "n": target.n, "k": target.k, "shares": target.shares, "splits": target.splits,
+            "stored": STORED[target.stored], "n": target.n, "k": target.k,
+            "shares": target.shares, "splits": target.splits,
             "key": key, "offset": offset, "scale": scale, "flag": self._flags + 4 * mark,
         }  # fmt: skip
         blocks = max(1, min(self._blocks, -(-count // THREADS)))

@@ -203,7 +203,7 @@ class Stream:
     """A weight that is numbers of the checkpoint, in row-major order of [n, k], to be stored row-major or in tiles."""
 
     runs: tuple[Run, ...]
-    bf16: bool
+    stored: str  # as `wpk.kernel.packing.STORED` calls it
     n: int
     k: int
     shares: int = 0
@@ -217,14 +217,14 @@ def _stream(load: Graph, value: Value) -> Stream | None:
     producers, leaves = load.producers(), {port.value.id: port for port in load.weights}
     node = producers.get(value.id)
     bf16 = value.type.dtype is DType.BF16
-    if node is not None and node.op == "pack_tiles":
+    if node is not None and node.op in ("pack_tiles", "pack_tf32_tiles"):
         matrix, given = node.inputs[0], node.attributes
         runs = _runs(producers, leaves, matrix, bf16)
         n, k = matrix.type.shape
         shares, splits = (max(1, _whole(given.get(name, 1))) for name in ("shares", "splits"))
-        return None if runs is None else Stream(runs, bf16, n, k, shares, splits)
+        return None if runs is None else Stream(runs, "bf16" if bf16 else "tf32", n, k, shares, splits)
     runs = _runs(producers, leaves, value, bf16)
-    return None if runs is None else Stream(runs, bf16, 1, value.type.size)
+    return None if runs is None else Stream(runs, value.type.dtype.value, 1, value.type.size)
 
 
 def _runs(
@@ -291,7 +291,7 @@ def _pack(
     work = packer(len(marks))
     try:
         for name, stream in streams.items():
-            target = Target(places[name], stream.bf16, stream.n, stream.k, stream.shares, stream.splits)
+            target = Target(places[name], stream.stored, stream.n, stream.k, stream.shares, stream.splits)
             at = 0
             for run in stream.runs:
                 if run.port is not None:

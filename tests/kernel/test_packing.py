@@ -15,9 +15,11 @@ from wpk.ir.errors import KernelError
 from wpk.kernel import cubin
 from wpk.kernel.cubin import can_build
 from wpk.kernel.driver import Gpu, find_device
-from wpk.kernel.packing import Packer, Synthetic, Target, build_packing
+from wpk.kernel.packing import STORED, WIDTH, Packer, Synthetic, Target, build_packing
 from wpk.kernel.tile_order import tile_offset, tiled_bytes
 from wpk.ops.evaluate import bf16_bits
+from wpk.ops.operator import LIBRARY, make
+from wpk.ops.tf32 import rounded_to_tf32
 from wpk.registry.formats.tensors import bfloat16_to_float32
 from wpk.registry.settings import settings as wpk_settings
 from wpk.registry.weights.synthetic import synthetic_affine, synthetic_key, synthetic_values
@@ -35,17 +37,17 @@ CUTS = [
 ]
 
 
-def tiles_by_walking(matrix: np.ndarray, shares: int, splits: int) -> np.ndarray:
+def tiles_by_walking(matrix: np.ndarray, shares: int, splits: int, depth: int = 64) -> np.ndarray:
     """A matrix in tile order, written down as the order is told: part by part, chunk by chunk, row by row."""
     n, k = matrix.shape
-    padded = np.pad(matrix, ((0, 0), (0, -k % 64)))
-    groups, chunks, made = n // 8, padded.shape[1] // 64, []
+    padded = np.pad(matrix, ((0, 0), (0, -k % depth)))
+    groups, chunks, made = n // 8, padded.shape[1] // depth, []
     for share in range(shares):
         rows = padded[8 * (groups * share // shares) : 8 * (groups * (share + 1) // shares)]
         for split in range(splits):
             for chunk in range(chunks * split // splits, chunks * (split + 1) // splits):
-                for own, row in enumerate(rows[:, 64 * chunk : 64 * chunk + 64]):
-                    pieces = row.reshape(8, 8)
+                for own, row in enumerate(rows[:, depth * chunk : depth * chunk + depth]):
+                    pieces = row.reshape(8, depth // 8)
                     made.append(pieces[[piece ^ (own & 7) for piece in range(8)]].reshape(-1))
     return np.concatenate(made)
 
@@ -60,15 +62,15 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> tuple[np.ndarr
     return stored, stored.astype(np.float32)
 
 
-def packed(gpu: HostGpu, source, n, k, *, bf16=True, shares=0, splits=1, staging=4096) -> np.ndarray:
+def packed(gpu: HostGpu, source, n, k, *, stored="bf16", shares=0, splits=1, staging=4096) -> np.ndarray:
     """A whole tensor packed into memory of its own; its numbers as stored."""
-    size = tiled_bytes(n, k) if shares else n * k * (2 if bf16 else 4)
+    size = tiled_bytes(n, k, WIDTH[stored]) if shares else n * k * WIDTH[stored]
     address = gpu.allocate(size)
     work = packer(gpu, 1, staging)
-    work.pack(source, 0, n * k, 0, Target(address, bf16, n, k, shares, splits), 0)
+    work.pack(source, 0, n * k, 0, Target(address, stored, n, k, shares, splits), 0)
     assert work.broken() == []
     work.close()
-    return gpu.read(address, size).view(np.uint16 if bf16 else np.float32)
+    return gpu.read(address, size).view(np.uint16 if stored == "bf16" else np.float32)
 
 
 # --- where numbers go -----------------------------------------------------------------------------------------------
@@ -97,12 +99,26 @@ def test_tiles_are_those_of_the_matrix(n: int, k: int, shares: int, splits: int,
     np.testing.assert_array_equal(found, tiles_by_walking(bf16_bits(values), shares, splits))
 
 
-@pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float64"])
-def test_a_table_keeps_its_order(dtype: str, bf16: bool) -> None:
+@pytest.mark.parametrize("n,k,shares", sorted({(n, k, shares) for n, k, shares, _ in CUTS}))
+def test_tiles_of_f32_are_those_of_the_matrix_in_tf32(n: int, k: int, shares: int, dtype: str) -> None:
+    source, values = numbers((n, k), dtype)
+    found = packed(HostGpu(), source, n, k, stored="tf32", shares=shares)
+    np.testing.assert_array_equal(found, tiles_by_walking(rounded_to_tf32(values), shares, 1, 32))
+    wanted = make(LIBRARY.get("pack_tf32_tiles"), {"shares": shares}).meaning(values)
+    np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+
+
+def as_stored(values: np.ndarray, stored: str) -> np.ndarray:
+    return {"f32": np.asarray, "bf16": bf16_bits, "tf32": rounded_to_tf32}[stored](values)
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "float64"])
+def test_a_table_keeps_its_order(dtype: str, stored: str) -> None:
     source, values = numbers((33, 77), dtype)
-    found = packed(HostGpu(), source, 33, 77, bf16=bf16)
-    np.testing.assert_array_equal(found, (bf16_bits(values) if bf16 else values).reshape(-1))
+    found = packed(HostGpu(), source, 33, 77, stored=stored)
+    np.testing.assert_array_equal(found, as_stored(values, stored).reshape(-1))
 
 
 @pytest.mark.parametrize("staging", [64, 4096, 1 << 20])
@@ -117,7 +133,7 @@ def test_pieces_of_any_size_give_the_same(staging: int) -> None:
 def test_rows_of_several_tensors_make_one_matrix() -> None:
     (a, a_values), (b, b_values) = numbers((16, 70), "float32", 1), numbers((24, 70), "bfloat16", 2)
     gpu = HostGpu()
-    target = Target(gpu.allocate(tiled_bytes(32, 70)), True, 32, 70, 3, 1)
+    target = Target(gpu.allocate(tiled_bytes(32, 70)), "bf16", 32, 70, 3, 1)
     work = packer(gpu, 2)
     work.pack(a, 0, 16 * 70, 0, target, 0)
     work.pack(b, 8 * 70, 16 * 70, 16 * 70, target, 1)  # without its first 8 rows
@@ -132,8 +148,21 @@ def test_every_half_and_every_bf16_is_converted_exactly() -> None:
     for source, values in ((every.view(np.float16), every.view(np.float16)), (every, bfloat16_to_float32(every))):
         with np.errstate(invalid="ignore"):
             finite = np.isfinite(values.astype(np.float32))
-        found = packed(HostGpu(), source[finite], 1, int(finite.sum()), bf16=False)
+        found = packed(HostGpu(), source[finite], 1, int(finite.sum()), stored="f32")
         np.testing.assert_array_equal(found.view(np.uint32), values[finite].astype(np.float32).view(np.uint32))
+
+
+def test_rounding_to_tf32_is_to_nearest_and_away_from_zero() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    bits[::2] = (bits[::2] & 0xFFFFE000) | 0x1000  # halfway
+    values = bits.view(np.float32)
+    values = values[np.isfinite(values) & (np.abs(values) < 3e38)]
+    found = packed(HostGpu(), values, 1, values.size, stored="tf32", staging=1 << 20)
+    np.testing.assert_array_equal(found.view(np.uint32), rounded_to_tf32(values).view(np.uint32))
+    assert not (found.view(np.uint32) & 0x1FFF).any()
+    exact = values.astype(np.float64)
+    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-126))) - 10)
+    np.testing.assert_array_equal(found, np.sign(exact) * np.floor(np.abs(exact) / step + 0.5) * step)
 
 
 def test_rounding_is_to_nearest_even() -> None:
@@ -150,7 +179,7 @@ def test_synthetic_numbers_are_those_of_the_weights_source(shape: tuple[int, ...
     key, count = synthetic_key("layer.0.weight", seed), int(np.prod(shape))
     offset, scale = synthetic_affine(shape, 1.5)
     wanted = synthetic_values(key, offset, scale, 0, count)
-    found = packed(HostGpu(), Synthetic(key, offset, scale), 1, count, bf16=False)
+    found = packed(HostGpu(), Synthetic(key, offset, scale), 1, count, stored="f32")
     np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
     if len(shape) == 2:
         found = packed(HostGpu(), Synthetic(key, offset, scale), *shape, shares=2, splits=2)
@@ -161,7 +190,7 @@ def test_synthetic_numbers_can_start_anywhere() -> None:
     key = (1 << 64) - 12345
     wanted = synthetic_values(key, 0.0, 0.5, 1000, 300)
     gpu = HostGpu()
-    target = Target(gpu.allocate(1200), False, 1, 300)
+    target = Target(gpu.allocate(1200), "f32", 1, 300)
     work = packer(gpu, 1)
     work.pack(Synthetic(key, 0.0, 0.5), 1000, 300, 0, target, 0)
     work.close()
@@ -176,7 +205,7 @@ def test_tensors_that_are_not_finite_are_told_apart(dtype: str, value: float) ->
         pytest.skip("no such number")
     gpu = HostGpu()
     work = packer(gpu, 3)
-    target = Target(gpu.allocate(4 * 5000), False, 1, 5000)
+    target = Target(gpu.allocate(4 * 5000), "f32", 1, 5000)
     for mark in range(3):
         source, _ = numbers((5000,), dtype)
         if mark == 1:
@@ -190,7 +219,7 @@ def test_nothing_is_left_behind() -> None:
     gpu = HostGpu()
     work = packer(gpu, 5)
     address = gpu.allocate(20_000)
-    work.pack(np.ones(10_000, np.float32), 0, 10_000, 0, Target(address, True, 1, 10_000), 4)
+    work.pack(np.ones(10_000, np.float32), 0, 10_000, 0, Target(address, "bf16", 1, 10_000), 4)
     work.close()
     assert list(gpu.kept) == [address] and not gpu.mapped and not gpu.modules
 
@@ -232,10 +261,12 @@ def test_a_machine_without_compilers_takes_what_another_built(tmp_path: Path, mo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("stored", ["bf16", "tf32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "synthetic"])
 @pytest.mark.parametrize("n,k,shares,splits", [*CUTS, (13424, 4480, 132, 1), (4480, 15680, 26, 5), (0, 0, 0, 0)])
-def test_a_gpu_packs_the_same_bits(n: int, k: int, shares: int, splits: int, dtype: str) -> None:
+def test_a_gpu_packs_the_same_bits(n: int, k: int, shares: int, splits: int, dtype: str, stored: str) -> None:
     n, k = (n, k) if n else (3001, 1003)  # a table, row-major
+    splits = 1 if stored == "tf32" else splits
     gpu = Gpu(find_device())
     try:
         if dtype == "synthetic":
@@ -243,17 +274,18 @@ def test_a_gpu_packs_the_same_bits(n: int, k: int, shares: int, splits: int, dty
             source, values = Synthetic(key, offset, scale), synthetic_values(key, offset, scale, 0, n * k).reshape(n, k)
         else:
             source, values = numbers((n, k), dtype)
-        size = tiled_bytes(n, k) if shares else 2 * n * k
+        size = tiled_bytes(n, k, WIDTH[stored]) if shares else WIDTH[stored] * n * k
         address, began = gpu.allocate(size), time.perf_counter()
         work = Packer(gpu, build_packing(wpk_settings().kernels), 1)
         ready = time.perf_counter()
-        work.pack(source, 0, n * k, 0, Target(address, True, n, k, shares, max(splits, 1)), 0)
+        work.pack(source, 0, n * k, 0, Target(address, stored, n, k, shares, max(splits, 1)), 0)
         assert work.broken() == []
         print(f"{dtype} [{n}, {k}]: {ready - began:.3f} s, then {time.perf_counter() - ready:.4f} s")
         work.close()
-        bits = bf16_bits(values)
-        wanted = tiles_by_walking(bits, shares, splits) if shares else bits.reshape(-1)
-        np.testing.assert_array_equal(gpu.read(address, size).view(np.uint16), wanted)
+        bits = as_stored(values, stored)
+        depth = 128 // WIDTH[stored]
+        wanted = tiles_by_walking(bits, shares, splits, depth) if shares else bits.reshape(-1)
+        np.testing.assert_array_equal(gpu.read(address, size).view(bits.dtype), wanted)
     finally:
         gpu.close()
 
@@ -267,7 +299,7 @@ def test_a_gpu_makes_ten_billion_synthetic_weights_in_seconds() -> None:
         work = Packer(gpu, build_packing(wpk_settings().kernels), 1)
         began = time.perf_counter()
         for turn in range(17):
-            work.pack(Synthetic(turn, 0.0, 1.0), 0, n * k, 0, Target(address, True, n, k, 1024, 1), 0)
+            work.pack(Synthetic(turn, 0.0, 1.0), 0, n * k, 0, Target(address, "bf16", n, k, 1024, 1), 0)
         assert work.broken() == []
         seconds = time.perf_counter() - began
         print(f"{17 * n * k / seconds / 1e9:.1f} billion weights a second")

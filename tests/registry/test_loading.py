@@ -142,6 +142,10 @@ def pack(g: GraphBuilder, value: Value, shares: int = 3, splits: int = 2) -> Val
     return g.op("pack_tiles", value, shares=shares, splits=splits)  # type: ignore[no-any-return]
 
 
+def pack_tf32(g: GraphBuilder, value: Value, shares: int = 3) -> Value:
+    return g.op("pack_tf32_tiles", value, shares=shares)  # type: ignore[no-any-return]
+
+
 STREAMED: dict[str, Make] = {
     "a matrix": lambda g: pack(g, g.weight("b", bf16(40, 130))),
     "a matrix stored as f32": lambda g: pack(g, g.weight("f", bf16(40, 130))),
@@ -166,6 +170,11 @@ STREAMED: dict[str, Make] = {
         g, g.op("cast", g.op("pad", g.weight("f7", f32(21, 130)), before=1, after=2), dtype="bf16")
     ),
     "a matrix of another shape": lambda g: pack(g, g.op("reshape", g.weight("b", bf16(40, 130)), shape=(80, 65))),
+    "a matrix of f32 as TF32": lambda g: pack_tf32(g, g.weight("f5", f32(40, 130))),
+    "a matrix of f16 as TF32": lambda g: pack_tf32(g, g.weight("h2", f32(40, 130))),
+    "a matrix of f64 as TF32": lambda g: pack_tf32(g, g.weight("d2", f32(40, 130))),
+    "a matrix of bf16 as TF32": lambda g: pack_tf32(g, g.weight("b2", f32(40, 130))),
+    "rows and zeros as TF32": lambda g: pack_tf32(g, g.op("pad", g.weight("f7", f32(21, 130)), before=0, after=3), 1),
     "a table": lambda g: g.weight("b", bf16(40, 130)),
     "a table in f32": lambda g: g.weight("f5", f32(40, 130)),
     "tables below each other": lambda g: g.op("concat", rounded(g, "f5", 40, 130), rounded(g, "f6", 24, 130), axis=0),
@@ -175,13 +184,19 @@ EVALUATED: dict[str, Make] = {
     "a transposed matrix": lambda g: pack(
         g, g.op("cast", g.op("transpose", g.weight("f3", f32(64, 40)), axes=(1, 0)), dtype="bf16"), 3, 1
     ),
+    "half of the columns as TF32": lambda g: pack_tf32(
+        g, g.op("slice", g.weight("f5", f32(40, 130)), axis=1, start=65, stop=130)
+    ),
+    "a matrix rounded to bf16 and packed as TF32": lambda g: pack_tf32(
+        g, g.op("cast", rounded(g, "f5", 40, 130), dtype="f32")
+    ),
     "a sum": lambda g: pack(
         g, g.op("cast", g.op("add", g.weight("f5", f32(40, 130)), g.weight("d2", f32(40, 130))), dtype="bf16")
     ),
     "a transposed table": lambda g: g.op("transpose", g.weight("f3", f32(64, 40)), axes=(1, 0)),
 }  # fmt: skip
 SHAPES = {
-    **dict.fromkeys(("b", "f", "h", "d", "f5", "d2"), (40, 130)), **dict.fromkeys(("f2", "f6"), (24, 130)),
+    **dict.fromkeys(("b", "f", "h", "d", "f5", "d2", "b2", "h2"), (40, 130)), **dict.fromkeys(("f2", "f6"), (24, 130)),
     "f7": (21, 130), "f3": (64, 40),
 }  # fmt: skip
 

@@ -72,6 +72,8 @@ CASES = [
     Case("matmul", (1, 8, 8, 0, 8, 5, 20, 0, 7), "iwwiio", 2),
     Case("tiled_matmul", (24, 130, 2, 0, 1, 1, 2, 1e-5), "iwwio", 2, {0: BF16, 1: BF16, 4: BF16}),
     Case("tiled_matmul", (24, 130, 2, 3, 0, 0, 0, 0.0), "iw--o", 6, {0: BF16, 1: BF16}),
+    Case("tf32_matmul", (24, 33, 3, 5, 12, 90, 1, 64, 3), "iwwio", 3),
+    Case("tf32_matmul", (24, 33, 2, 130, 4, 600, 0, 64, 0), "iw--o", 6),
     Case("layer_norm", (3, 8, 1e-5), "iw-o", 3),
     Case("layer_norm", (3, 8, 1e-5), "iwwo", 3),
     Case("rms_norm", (3, 8, 1e-5, 1.0), "iwo", 3),
