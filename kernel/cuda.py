@@ -210,7 +210,7 @@ class CudaKernel:
         for item in tensor_maps(program, self._shape):
             base = addresses[item.arena] + item.offset
             place = 2 * item.payload + item.which
-            encoded[place] = gpu.encode_map(base, item.sizes, item.strides, item.box, item.swizzled)
+            encoded[place] = gpu.encode_map(base, item.dtype, item.sizes, item.strides, item.box, item.swizzled)
         maps = gpu.place(encoded.tobytes())
         orders = order_table(program, tasks, self._shape, addresses, maps)
         streams, stream_starts = stream_table(program, tasks, self._shape, addresses, maps)

@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wpk.ir.errors import KernelError, TargetError
+from wpk.ir.types import DType
 
 Bytes = NDArray[np.uint8]
+_MAP_TYPES = {DType.BF16: "BFLOAT16", DType.F32: "FLOAT32"}  # as the driver calls the elements of a tensor map
 
 
 def _driver() -> Any:
@@ -204,16 +206,18 @@ class Gpu:
         call("cuStreamSynchronize", self.copy_stream)
 
     def encode_map(
-        self, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzled: bool
-    ) -> Bytes:
-        """A tensor map (128 bytes) of bf16: innermost dimension first, strides in bytes of all but that one.
+        self, address: int, dtype: DType, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int],
+        swizzled: bool,
+    ) -> Bytes:  # fmt: skip
+        """A tensor map (128 bytes), bf16 or f32: innermost dimension first, strides in bytes of all but that one.
 
         swizzled: boxes are put into shared memory in 128-byte swizzle. What lies outside the tensor is zero.
         """
         driver = _driver()
-        none, kinds = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE, driver.CUtensorMapDataType
+        none = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+        kind = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[dtype]}")
         made = call(
-            "cuTensorMapEncodeTiled", kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(sizes), address,
+            "cuTensorMapEncodeTiled", kind, len(sizes), address,
             [driver.cuuint64_t(n) for n in sizes], [driver.cuuint64_t(n) for n in strides],
             [driver.cuuint32_t(n) for n in box], [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

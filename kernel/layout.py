@@ -73,7 +73,8 @@ COPY_BYTES = 16  # moved at a time between host and device memory
 MAP_BYTES = 128
 AGENDA_BYTES = 32
 
-# An entry of the streams: a streamed task, or one part of a product, decoded as far as the program's bytes allow.
+# An entry of the streams: a streamed task, or one unit of a product (a part; of `tf32_matmul` a part of the sessions
+# of one tile), decoded as far as the program's bytes allow.
 STREAM_WORDS = 16
 STREAM_BYTES = 8 * STREAM_WORDS
 (
@@ -92,7 +93,7 @@ STREAM_BYTES = 8 * STREAM_WORDS
     S_AT,  # a product's first chunk,
     S_CHUNKS,  # the end of its chunks,
     S_WINDOWS,  # the items of windows after them,
-    S_ROW,  # and the first row
+    S_ROW,  # and the first row of the weight; of `tf32_matmul` the first frame
 ) = range(STREAM_WORDS)
 
 # An order: a task with all that its body needs, so that nothing has to be looked up elsewhere.
@@ -113,16 +114,17 @@ def sync_bytes(blocks: int) -> int:
 
 
 # --- shared memory ------------------------------------------------------------------------------------------------
-PRODUCTS = ("tiled_matmul", "mamba2_projection", "qkv_projection", "argmax_projection")
+PRODUCTS = ("tiled_matmul", "mamba2_projection", "qkv_projection", "argmax_projection", "tf32_matmul")
 STREAMED = (*PRODUCTS, "mamba2_step", "attention_parts")  # operators whose operands go through the ring
 KINDS = {name: kind for kind, name in enumerate(STREAMED)}
-MATMUL, MAMBA2, QKV, ARGMAX, STATE_KIND, CACHE_KIND = range(6)
+MATMUL, MAMBA2, QKV, ARGMAX, TF32, STATE_KIND, CACHE_KIND = range(7)
 STATE_ROW = 512  # bytes of a row of 128 f32
 CACHE_ROWS = 8  # rows of a cache in a stage
 SHARED_LIMIT = 227 * 1024  # bytes that a block may have on compute capability 9.0
 OWN_BYTES = 1024  # of them, for what the kernel itself declares: the producer's cursors
 TILE_ROWS = 176  # rows of a weight in a stage, at most: 22 groups of 8
-CHUNK_BYTES = 128  # of a row in a stage: 64 columns of bf16
+CHUNK_BYTES = 128  # of a row in a stage: 64 columns of bf16, or
+TF32_COLUMNS = CHUNK_BYTES // 4  # of f32, of which tensor cores take the upper 19 bits
 WINDOW_BYTES = 3 * TILE_ROWS * 2  # of a session
 TAP_BYTES = 5 * TILE_ROWS * 4  # four taps and the bias of a convolution, f32
 STAGE_UNIT = 1024  # bytes; a stage is a multiple: swizzles count rows from such an address
@@ -154,7 +156,10 @@ class Stages:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel uses its shared memory. sessions: of a product's tile, 64 or 128; 0 where nothing is streamed."""
+    """How a kernel uses its shared memory. sessions: of a product's tile, 64 or 128; 0 where nothing is streamed.
+
+    The rows of a tile of `tf32_matmul` are as many, but frames of sessions.
+    """
 
     sessions: int
 

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wpk.ir.errors import ProgramError, TargetError
+from wpk.ir.types import DType
+from wpk.kernel.frames import Frames
 from wpk.kernel.layout import (
     CACHE_ROWS,
     CHUNK_BYTES,
@@ -67,7 +69,7 @@ BOX_COLUMNS = 64  # bf16 of a 128-byte row of a tensor map's box
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor of bf16 in global memory and the box that one copy brings; the innermost dimension first."""
+    """A tensor in global memory and the box that one copy brings; the innermost dimension first."""
 
     payload: int
     which: int  # 0: of the payload, 1: of its window
@@ -77,6 +79,7 @@ class TensorMap:
     strides: tuple[int, ...]  # bytes, of all dimensions but the innermost
     box: tuple[int, ...]
     swizzled: bool
+    dtype: DType = DType.BF16
 
 
 def operator_names(program: Program) -> list[str]:
@@ -110,10 +113,15 @@ def require_sizes(program: Program, shape: Shape) -> None:
                     f"{label}: {name} of these sizes does not run on a GPU", wanted=wanted, found=values,
                     hint="Load the profile with target='cpu'.",
                 )  # fmt: skip
+        if name == "tf32_matmul" and values[7] != shape.sessions:
+            raise ProgramError(
+                f"{label}: a tile of frames", wanted=f"{shape.sessions} rows", found=values[7],
+                hint="Rebuild the profile.",
+            )  # fmt: skip
     held = program.tasks["slot_hi"].astype(np.int64) - program.tasks["slot_lo"]
     for task in np.flatnonzero(held > shape.sessions):
         payload = int(program.tasks["payload"][task])
-        if names[payload] in PRODUCTS:
+        if names[payload] in PRODUCTS and names[payload] != "tf32_matmul":
             raise ProgramError(
                 f"{program.labels[payload]}: a task of a product", wanted=f"at most {shape.sessions} slots",
                 found=int(held[task]), hint="Rebuild the profile.",
@@ -142,7 +150,11 @@ def stages_of(program: Program, shape: Shape) -> dict[int, Stages]:
         values = [int(v) for v in program.payloads[payload]["parameter"]]
         if name in PRODUCTS:
             n, _, shares, _ = product_shape(name, values)
-            size = -(-(n // GROUP) // shares) * CHUNK_TILE + activation_bytes(program, shape)
+            rows = min(program.slots, shape.sessions)
+            if name == "tf32_matmul":
+                _, frames, sessions = Frames.of(values).box(program.slots)
+                rows = frames * sessions
+            size = -(-(n // GROUP) // shares) * CHUNK_TILE + activation_bytes(rows)
             if name == "mamba2_projection":
                 size = _with_windows(size, min(program.slots, shape.sessions), shape)
         elif name == "mamba2_step":
@@ -165,9 +177,8 @@ def _with_windows(size: int, sessions: int, shape: Shape) -> int:
         size = stages.size + 1
 
 
-def activation_bytes(program: Program, shape: Shape) -> int:
-    """Of a stage, for the sessions of a product's tile: whole groups of 8 rows."""
-    rows = min(program.slots, shape.sessions)
+def activation_bytes(rows: int) -> int:
+    """Of a stage, for the sessions or frames of a product's tile: whole groups of 8 rows."""
     return -(-rows * CHUNK_BYTES // STAGE_UNIT) * STAGE_UNIT
 
 
@@ -239,7 +250,9 @@ def stream_table(
             continue
         mine = order[tasks["payload"] == payload]
         some = _product_entries if name in PRODUCTS else _other_entries
-        entries = some(program, payload, name, tasks[mine], mine, shape, arenas)
+        if name == "tf32_matmul":
+            some = _frame_entries
+        entries = some(program, payload, name, tasks[mine], mine, shape, arenas, stages[payload])
         entries[:, S_AFTER] = before[payload]
         entries[:, S_KIND] |= stages[payload].count << 8 | stages[payload].size << 16
         entries[:, S_MAP] = maps + MAP_BYTES * 2 * payload
@@ -247,7 +260,7 @@ def stream_table(
         owners.append(tasks["block"][entries[:, S_RECORD]].astype(np.int64))
     table = np.concatenate([np.zeros((0, STREAM_WORDS), np.int64), *rows])
     blocks = np.concatenate([np.zeros(0, np.int64), *owners])
-    table = table[np.lexsort((table[:, S_PART_LO], table[:, S_RECORD], blocks))]
+    table = table[np.lexsort((table[:, S_SLOT_LO], table[:, S_PART_LO], table[:, S_RECORD], blocks))]
     return table, np.searchsorted(np.sort(blocks), np.arange(program.blocks + 1)).astype(np.int32)
 
 
@@ -267,7 +280,7 @@ def _place(program: Program, payload: int, operand: int, arenas: Sequence[int]) 
 
 def _product_entries(
     program: Program, payload: int, name: str, tasks: NDArray[Any], orders: NDArray[np.int64], shape: Shape,
-    arenas: Sequence[int],
+    arenas: Sequence[int], stages: Stages,
 ) -> NDArray[np.int64]:  # fmt: skip
     """An entry a part: which tiles it reads, and the windows of its rows."""
     parts = (tasks["part_hi"] - tasks["part_lo"]).astype(np.int64)
@@ -288,15 +301,33 @@ def _product_entries(
     made[:, S_BYTES] = sessions * CHUNK_BYTES
     if name == "mamba2_projection":
         inner, channels = (int(v) for v in program.payloads[payload]["parameter"][3:5])
-        box = window_sessions(min(program.slots, shape.sessions), stages_of(program, shape)[payload])
+        box = window_sessions(sessions, stages)
         held = -(-(made[:, S_SLOT_HI] - made[:, S_SLOT_LO]) // box)
         made[:, S_WINDOWS] = np.where((GROUP * last > inner) & (GROUP * first < inner + channels), held, 0)
     return made
 
 
+def _frame_entries(
+    program: Program, payload: int, name: str, tasks: NDArray[Any], orders: NDArray[np.int64], shape: Shape,
+    arenas: Sequence[int], stages: Stages,
+) -> NDArray[np.int64]:  # fmt: skip
+    """An entry a unit of `tf32_matmul`: a part of as many sessions as a tile holds."""
+    product = Frames.of(program.payloads[payload]["parameter"])
+    task, part, slot = product.units(tasks)
+    made = _entries(tasks[task], orders[task], KINDS[name])
+    _, frames, sessions = product.box(program.slots)
+    made[:, S_SLOT_LO], made[:, S_SLOT_HI] = slot, np.minimum(slot + sessions, made[:, S_SLOT_HI])
+    made[:, S_PART_LO], made[:, S_PART_HI] = part, part + 1
+    first, last, made[:, S_ROW] = product.ranges(part)
+    made[:, S_STEP], made[:, S_CHUNKS] = (last - first) * CHUNK_TILE, product.chunks
+    made[:, S_SOURCE] = _place(program, payload, 1, arenas) + CHUNK_TILE * product.chunks * first
+    made[:, S_BYTES] = frames * sessions * CHUNK_BYTES
+    return made
+
+
 def _other_entries(
     program: Program, payload: int, name: str, tasks: NDArray[Any], orders: NDArray[np.int64], shape: Shape,
-    arenas: Sequence[int],
+    arenas: Sequence[int], stages: Stages,
 ) -> NDArray[np.int64]:  # fmt: skip
     """An entry a task: tiles of state, or rows of a cache, of its slots."""
     made = _entries(tasks, orders, KINDS[name])
@@ -367,7 +398,11 @@ def tensor_maps(program: Program, shape: Shape) -> list[TensorMap]:
     made, stages = [], stages_of(program, shape)
     for index, name in enumerate(operator_names(program)):
         values = [int(v) for v in program.payloads[index]["parameter"]]
-        if name in PRODUCTS:
+        if name == "tf32_matmul":
+            product = Frames.of(values)
+            windows, steps, tile = (product.k, product.frames), (4 * product.step,), product.box(program.slots)
+            made.append(_map(program, index, 0, windows, steps, tile, dtype=DType.F32))
+        elif name in PRODUCTS:
             depth = values[0] if name == "qkv_projection" else values[1]
             rows = min(program.slots, shape.sessions)
             made.append(_map(program, index, 0, (depth,), (), (BOX_COLUMNS, rows)))
@@ -390,7 +425,7 @@ def window_sessions(sessions: int, stages: Stages) -> int:
 
 def _map(
     program: Program, index: int, place: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-    which: int = 0,
+    which: int = 0, dtype: DType = DType.BF16,
 ) -> TensorMap:  # fmt: skip
     """A map whose outermost dimension is the slots. A window's box is read in rows, not in swizzled tiles."""
     record = program.payloads[index]
@@ -402,7 +437,7 @@ def _map(
             found=f"offset {offset}, strides {(*strides, stride)}",
         )  # fmt: skip
     arena = packed >> ARENA_SHIFT
-    return TensorMap(index, which, arena, offset, (*sizes, program.slots), (*strides, stride), box, which == 0)
+    return TensorMap(index, which, arena, offset, (*sizes, program.slots), (*strides, stride), box, which == 0, dtype)
 
 
 # --- inputs, outputs, scratch -------------------------------------------------------------------------------------

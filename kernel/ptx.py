@@ -278,20 +278,26 @@ def shared_address(typingctx: Any, array: Any) -> Any:
     return types.int32(array), codegen
 
 
-def make_wgmma(columns: int) -> Any:
-    """The intrinsic (accumulators, a, b) -> accumulators: D[64, columns] += A[64, 64] B[columns, 64]^T by a warpgroup.
+# What a `wgmma` is called by its operands' type, and whether operands may lie transposed. A step is 32 bytes of a row.
+_WGMMA = {"bf16": ("k16.f32.bf16.bf16", ", 0, 0"), "tf32": ("k8.f32.tf32.tf32", "")}
 
-    accumulators: a tuple of columns / 2 f32. a, b: shared-memory descriptors of bf16 operands in 128-byte swizzle. The
-    four instructions are issued, committed and waited for in one piece of assembly, so that the compiler never sees an
-    accumulator in flight. Architecture sm_90a.
+
+def make_wgmma(columns: int, operands: str = "bf16") -> Any:
+    """The intrinsic (accumulators, a, b) -> accumulators: D[64, columns] += A[64, c] B[columns, c]^T by a warpgroup.
+
+    operands: "bf16", c = 64, or "tf32", c = 32: f32 whose lower 13 bits are not looked at. accumulators: a tuple of
+    columns / 2 f32. a, b: shared-memory descriptors of operands in 128-byte swizzle. The four instructions are issued,
+    committed and waited for in one piece of assembly, so that the compiler never sees an accumulator in flight.
+    Architecture sm_90a.
     """
+    kind, transposed = _WGMMA[operands]
     count = columns // 2
     held = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = ["{ .reg .pred p; .reg .b64 a, b; setp.eq.u32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for k in range(4):
         lines += [
             f"add.s64 a, ${2 * count}, {2 * k}; add.s64 b, ${2 * count + 1}, {2 * k};",
-            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {held}, a, b, p, 1, 1, 0, 0;",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}{kind} {held}, a, b, p, 1, 1{transposed};",
         ]
     lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
     template = " ".join(lines)

@@ -43,15 +43,12 @@ def store_8_bf16(place, v, policy):
 
 
 @device
-def finish_matmul(record, arenas, slot, row, split, v, staged, policy):
-    """Bias, activation, store; or the partial sums of a column share. staged: where the eight lie in shared memory."""
-    rows = parameter(record, 0)
-    place = address(record, arenas, 4, slot)
+def bias_and_activation(record, arenas, row, code, v, staged):
+    """Of `tiled_matmul` and `tf32_matmul`. code: the activation. staged: where the eight lie in shared memory."""
     if present(record, 2):
         bias = address(record, arenas, 2, i64(0)) + 4 * row
         for e in range(GROUP):
             v[e] += ptx.load_constant_f32(bias + 4 * e)
-    code = parameter(record, 4)
     if code == RELU2:
         for e in range(GROUP):
             positive = ptx.maximum(v[e], f32(0.0))
@@ -65,10 +62,37 @@ def finish_matmul(record, arenas, slot, row, split, v, staged, policy):
             ptx.shared_store(at, activate_code(code, ptx.shared_load(at)))
         for e in range(GROUP):
             v[e] = ptx.shared_load(i32(staged + i32(4 * e)))
+
+
+@device
+def store_matmul(record, arenas, slot, row, split, v, policy):
+    """The results, or the partial sums of a column share."""
+    place, rows = address(record, arenas, 4, slot), parameter(record, 0)
     if parameter(record, 5) == BF16_OUT:
         store_8_bf16(place + 2 * row, v, policy)
     else:
         store_8(place + 4 * (split * rows + row), v, policy)
+
+
+@device
+def store_frame(record, arenas, slot, frame, row, v):
+    """A frame's results, plus the residual. Neither is small enough to be kept before all else."""
+    at = 4 * (frame * parameter(record, 0) + row)
+    if present(record, 3):
+        residual = address(record, arenas, 3, slot) + at
+        a, b, c, d = ptx.load_l2_4(residual)
+        e, f, g, h = ptx.load_l2_4(residual + 16)
+        v[0] += a
+        v[1] += b
+        v[2] += c
+        v[3] += d
+        v[4] += e
+        v[5] += f
+        v[6] += g
+        v[7] += h
+    place = address(record, arenas, 4, slot) + at
+    ptx.store_4(place, v[0], v[1], v[2], v[3])
+    ptx.store_4(place + 16, v[4], v[5], v[6], v[7])
 
 
 @device

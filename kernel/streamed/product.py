@@ -1,9 +1,10 @@
-"""Products of bf16 weights by tensor cores, each with the epilogue of its operator.
+"""Products by tensor cores, each with the epilogue of its operator.
 
 Sessions are the rows (m) of the instruction, rows of the weight its columns (n): a stage holds up to 176 weight rows x
 64 columns (`TILE_ROWS`, packed by `wpk.ops.tiles`) and the sessions' activations of these 64 columns. With at most 64
 sessions the two warpgroups of a block share the weight rows; with more they share the sessions. Results go through
 shared memory to the epilogue, where a thread has 8 rows of one session: wide loads and stores, and a rolled loop.
+All this is of bf16; in `tf32_matmul` frames of sessions take the place of sessions (`wpk.kernel.streamed.frames`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,30 @@ from wpk.kernel.layout import (
     RING,
     STREAMED_OUT,
     STREAMING,
+    TF32,
+    TF32_COLUMNS,
     THREADS,
     TILE_ROWS,
     WINDOW_BYTES,
     Shape,
 )
-from wpk.kernel.streamed.epilogues import GROUP, finish_mamba2, finish_matmul, finish_qkv
+from wpk.kernel.streamed.epilogues import (
+    GROUP,
+    bias_and_activation,
+    finish_mamba2,
+    finish_qkv,
+    store_frame,
+    store_matmul,
+)
+from wpk.kernel.streamed.frames import (
+    DESCRIPTOR,
+    after,
+    boxed_frames,
+    frame_pieces,
+    frame_range,
+    make_multiply_frames,
+    unit_sessions,
+)
 from wpk.kernel.streamed.norms import better
 from wpk.kernel.streamed.ring import (
     activation_bytes,
@@ -50,14 +69,15 @@ from wpk.kernel.streamed.ring import (
 i32, i64, f32 = np.int32, np.int64, np.float32
 FACTORS_AT = 8  # chunk of a phase during which the norms' factors are computed
 HALF = TILE_ROWS // 2
-# A descriptor's constant part: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
-DESCRIPTOR = (1 << 62) | (64 << 32) | (1 << 16)
 
 
 # --- what the payload says ----------------------------------------------------------------------------------------
 @device
 def product_shape(kind, record):
-    """Groups of 8 rows, chunks of 64 columns, row shares, column shares."""
+    """Groups of 8 rows, chunks, row shares, column shares; of `tf32_matmul` pieces of the frames instead of these."""
+    if kind == TF32:
+        chunks = i32(i32(parameter(record, 1) + (TF32_COLUMNS - 1)) // i32(TF32_COLUMNS))
+        return i32(parameter(record, 0) >> 3), chunks, i32(parameter(record, 2)), frame_pieces(record)
     if kind == QKV:
         rows = (parameter(record, 2) + 2 * parameter(record, 3)) * parameter(record, 4)
         return i32(rows >> 3), i32((parameter(record, 0) + 63) >> 6), i32(parameter(record, 1)), i32(1)
@@ -71,12 +91,14 @@ def product_shape(kind, record):
 
 @device
 def part_range(kind, record, part):
-    """First group, groups, first chunk, chunks and column share of a part."""
+    """First group, groups, first chunk, chunks and column share, or piece of the frames, of a part."""
     groups, chunks, shares, splits = product_shape(kind, record)
     share = i32(i32(part) // splits)
     split = i32(i32(part) - share * splits)
     first, last = i32(i32(groups * share) // shares), i32(i32(groups * i32(share + i32(1))) // shares)
     start, stop = i32(i32(chunks * split) // splits), i32(i32(chunks * i32(split + i32(1))) // splits)
+    if kind == TF32:
+        start, stop = i32(0), chunks
     return first, i32(last - first), start, i32(stop - start), split
 
 
@@ -105,7 +127,7 @@ def norm_terms(kind, record):
     if kind == QKV:
         return 2, parameter(record, 6), parameter(record, 0), parameter_f32(record, 7)
     count = parameter(record, 3)
-    if not present(record, 2):
+    if kind == TF32 or not present(record, 2):
         count = i64(0)
     return 2, count, parameter(record, 1), parameter_f32(record, 4)
 
@@ -187,7 +209,8 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
     staging = shape.staging
     factor_rounds = shape.sessions * 4 // THREADS
     sessions = shape.sessions
-    has_matmul, has_mamba2, has_qkv, has_argmax = (k in kinds for k in (MATMUL, MAMBA2, QKV, ARGMAX))
+    has_matmul, has_mamba2, has_qkv, has_argmax, has_tf32 = (k in kinds for k in (MATMUL, MAMBA2, QKV, ARGMAX, TF32))
+    multiply_frames = make_multiply_frames(shape)
 
     @device
     def finish(
@@ -207,8 +230,15 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
         base,
         policy,
     ):
-        """The epilogue of the staged results of sessions session_lo .. session_hi; `windows`: of the first of them."""
+        """The epilogue of the staged results of sessions session_lo .. session_hi; `windows`: of the first of them.
+
+        Of `tf32_matmul`, sessions are frames of the sessions from slot_lo on, and split is the piece of the frames.
+        """
         v = cuda.local.array(GROUP, types.float32)
+        frames_of = has_tf32 and kind == TF32
+        first_frame, frames = i32(0), i32(1)
+        if frames_of:
+            first_frame, frames = frame_range(record, i32(split))
         for unit in range(thread, i32(i32(session_hi - session_lo) * groups), i32(THREADS)):
             session = i32(i32(unit) // groups)
             column = i32(i32(unit) - session * groups)
@@ -226,8 +256,15 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                 finish_mamba2(record, arenas, slot, row, window, taps, v, policy)
             elif has_qkv and kind == QKV:
                 finish_qkv(record, arenas, slot, row, v, policy)
-            elif has_matmul:
-                finish_matmul(record, arenas, slot, row, split, v, at, policy)
+            elif has_matmul or has_tf32:
+                code = parameter(record, 6) if frames_of else parameter(record, 4)
+                bias_and_activation(record, arenas, row, code, v, at)
+                if frames_of:
+                    own = i32(session // frames)
+                    frame = i64(i32(first_frame + session - own * frames))
+                    store_frame(record, arenas, slot_lo + i64(own), frame, row, v)
+                elif has_matmul:
+                    store_matmul(record, arenas, slot, row, split, v, policy)
 
     @device
     def consume(kind, record, arenas, slot_lo, slot_hi, part_lo, part_hi, all_slots, base, ring):
@@ -245,38 +282,60 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
         pair = i32((lane & i32(3)) * i32(2))
         factor_low, factor_high = f32(1.0), f32(1.0)
         fresh = squares > 0
-        held = i32(min(all_slots, sessions))  # sessions of the activations' box
+        boxed = i32(min(all_slots, sessions))  # rows of the activations' box
+        if has_tf32 and kind == TF32:
+            boxed = boxed_frames(record, i32(all_slots))
         item, place, size, end = i32(ring), next_place(ring, base), stage_bytes(ring), ring_end(record, base)
         b_offset = i32(0) if wide else i32(group * i32(HALF * CHUNK_BYTES))
-        a_offset = i32(size - activation_bytes(held)) + (i32(group * i32(64 * CHUNK_BYTES)) if wide else i32(0))
+        a_offset = i32(size - activation_bytes(boxed)) + (i32(group * i32(64 * CHUNK_BYTES)) if wide else i32(0))
         policy = ptx.evict_last()
-        for part in range(part_lo, part_hi):
+        # Sessions that are multiplied together: all of the task, but for `tf32_matmul`.
+        each, tiles = i32(slots), i32(1)
+        if has_tf32 and kind == TF32:
+            each = unit_sessions(record)
+            tiles = i32(i32(i32(slots) + each - i32(1)) // each)
+        for unit in range(i32(i32(part_hi - part_lo) * tiles)):
+            part = part_lo + i64(i32(unit) // tiles)
             first, groups, _, chunks, split = part_range(kind, record, part)
             rows = i32(groups * i32(GROUP))
             accumulators = zeros()
-            # Away from the start of the phase: the ring is full then, and whoever waits stops the stream.
-            mid = min(chunks - 1, FACTORS_AT)
-            for chunk in range(chunks):
-                await_stage(base, full_barrier(item), turn_of(item))
-                if chunk == 0:
-                    mark(base, STREAMING)
-                if fresh and chunk == mid:
-                    write_factors(operand, squares, width, epsilon, record, arenas, slot_lo, slots, base, factor_rounds)
-                accumulators = wgmma(
-                    accumulators,
-                    i64(DESCRIPTOR) | i64(i32(place + a_offset) >> i32(4)),
-                    i64(DESCRIPTOR) | i64(i32(place + b_offset) >> i32(4)),
-                )
-                if lane == 0:
-                    ptx.mbarrier_arrive(i32(base + empty_barrier(item)))
-                item = i32(item + i32(1))
-                place = i32(place + size)
-                if place == end:
-                    place = i32(base + i32(RING))
+            # First slot, and how many sessions, or frames, the epilogue has.
+            own_lo, held = slot_lo, i32(slots)
+            if has_tf32 and kind == TF32:
+                skipped = i32(i32(i32(unit) - i32(i32(unit) // tiles) * tiles) * each)
+                own_lo = slot_lo + i64(skipped)
+                held = i32(min(i32(i32(slots) - skipped), each) * frame_range(record, split)[1])
+                needed = i32(group * i32(64)) < held if wide else i32(group * i32(HALF)) < rows
+                accumulators = multiply_frames(
+                    accumulators, chunks, item, place, size, end, needed, a_offset, b_offset, lane, base
+                )  # fmt: skip
+                item, place = i32(item + chunks), after(place, chunks, size, end, base)
+            else:
+                # Away from the start of the phase: the ring is full then, and whoever waits stops the stream.
+                mid = min(chunks - 1, FACTORS_AT)
+                for chunk in range(chunks):
+                    await_stage(base, full_barrier(item), turn_of(item))
+                    if chunk == 0:
+                        mark(base, STREAMING)
+                    if fresh and chunk == mid:
+                        write_factors(
+                            operand, squares, width, epsilon, record, arenas, slot_lo, slots, base, factor_rounds
+                        )  # fmt: skip
+                    accumulators = wgmma(
+                        accumulators,
+                        i64(DESCRIPTOR) | i64(i32(place + a_offset) >> i32(4)),
+                        i64(DESCRIPTOR) | i64(i32(place + b_offset) >> i32(4)),
+                    )
+                    if lane == 0:
+                        ptx.mbarrier_arrive(i32(base + empty_barrier(item)))
+                    item = i32(item + i32(1))
+                    place = i32(place + size)
+                    if place == end:
+                        place = i32(base + i32(RING))
             mark(base, STREAMED_OUT)
             windows, box = i64(0), i32(1)
             if has_mamba2:
-                box = window_box(held, size)
+                box = window_box(boxed, size)
                 windows = window_items(kind, record, first, groups, slots, box)
             if fresh:
                 fresh = False
@@ -334,14 +393,14 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                     # Sessions whose windows have come in one stage are finished together.
                     turns, window = max(windows, i64(1)), place
                     for turn in range(turns):
-                        session_lo, session_hi = i32(0), i32(slots)
+                        session_lo, session_hi = i32(0), held
                         if windows > 0:
                             session_lo = i32(i32(turn) * box)
                             session_hi = i32(min(i32(session_lo + box), i32(slots)))
                             if r == 0:
                                 await_stage(base, full_barrier(i32(item + i32(turn))), turn_of(i32(item + i32(turn))))
                         finish(
-                            kind, record, arenas, slot_lo, first, i32(start), here, i64(split), session_lo, session_hi,
+                            kind, record, arenas, own_lo, first, i32(start), here, i64(split), session_lo, session_hi,
                             window, box, thread, base, policy,
                         )  # fmt: skip
                         if windows > 0 and r == rounds - 1:

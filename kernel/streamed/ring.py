@@ -54,6 +54,8 @@ from wpk.kernel.layout import (
     STATE_ROW,
     STREAM_BYTES,
     TAP_BYTES,
+    TF32,
+    TF32_COLUMNS,
     TILE_ROWS,
     WAITING,
     WINDOW_BYTES,
@@ -347,7 +349,9 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
                 box = window_box(i32(c[o + BYTES] // CHUNK_BYTES), i32(c[o + SIZE] * STAGE_UNIT))
                 size = i32(box * i32(WINDOW_BYTES) + i32(5) * tap_bytes(c, o))
             ptx.mbarrier_expect(full, size)
-            if chunk:
+            if chunk and kind == TF32:
+                ptx.bulk_load(place, c[o + SOURCE], i32(c[o + STEP]), full)
+            elif chunk:
                 ptx.bulk_load_hinted(place, c[o + SOURCE], i32(c[o + STEP]), full, policy)
             elif kind == STATE_KIND:
                 ptx.bulk_load(place, c[o + SOURCE], i32(c[o + STEP]), full)
@@ -356,7 +360,12 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
                 late_place = i32(
                     place + i32(c[o + SIZE] * STAGE_UNIT) - activation_bytes(i32(c[o + BYTES] // CHUNK_BYTES))
                 )
-                ptx.tensor_load_2(late_place, c[o + MAP], i32(c[o + AT] * 64), i32(c[o + SLOT_LO]), full)
+                session = i32(c[o + SLOT_LO])
+                if kind == TF32:
+                    at = i32(c[o + AT] * TF32_COLUMNS)
+                    ptx.tensor_load_3(late_place, c[o + MAP], at, i32(c[o + ROW]), session, full)
+                else:
+                    ptx.tensor_load_2(late_place, c[o + MAP], i32(c[o + AT] * 64), session, full)
             elif kind < STATE_KIND:
                 copy_window(c, o, place, full)
             elif kind == STATE_KIND:
@@ -367,7 +376,11 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
 
     @device
     def stream_chunks(c, o, base, policy):
-        """The rest of a product's part but for windows. Nothing is read from memory here: it paces the stream."""
+        """The rest of a product's part but for windows. Nothing is read from memory here: it paces the stream.
+
+        Twice the same loop, so that the one that reads the most weights has nothing in it that it does not need. What
+        `tf32_matmul` reads, it or another block reads again: it stays in L2.
+        """
         source, step, map_of = c[o + SOURCE], c[o + STEP], c[o + MAP]
         size, column = i32(step), i32(c[o + AT] * 64)
         both, session = i32(size + i32(c[o + BYTES])), i32(c[o + SLOT_LO])
@@ -376,19 +389,35 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
         late = i32(pitch - activation_bytes(i32(c[o + BYTES] // CHUNK_BYTES)))
         ring = i32(base + i32(RING))
         place, end = i32(ring + i32(c[o + OFFSET] * STAGE_UNIT)), i32(ring + stages * pitch)
-        for _ in range(count):
-            used = i32(item - stages)
-            await_stage(base, empty_barrier(used), turn_of(used))
-            full = i32(base + full_barrier(item))
-            ptx.mbarrier_expect(full, both)
-            ptx.bulk_load_hinted(place, source, size, full, policy)
-            ptx.tensor_load_2(i32(place + late), map_of, column, session, full)
-            source += step
-            column = i32(column + i32(64))
-            item = i32(item + i32(1))
-            place = i32(place + pitch)
-            if place == end:
-                place = ring
+        if c[o + KIND] == TF32:
+            column, frame = i32(c[o + AT] * TF32_COLUMNS), i32(c[o + ROW])
+            for _ in range(count):
+                used = i32(item - stages)
+                await_stage(base, empty_barrier(used), turn_of(used))
+                full = i32(base + full_barrier(item))
+                ptx.mbarrier_expect(full, both)
+                ptx.bulk_load(place, source, size, full)
+                ptx.tensor_load_3(i32(place + late), map_of, column, frame, session, full)
+                source += step
+                column = i32(column + i32(TF32_COLUMNS))
+                item = i32(item + i32(1))
+                place = i32(place + pitch)
+                if place == end:
+                    place = ring
+        else:
+            for _ in range(count):
+                used = i32(item - stages)
+                await_stage(base, empty_barrier(used), turn_of(used))
+                full = i32(base + full_barrier(item))
+                ptx.mbarrier_expect(full, both)
+                ptx.bulk_load_hinted(place, source, size, full, policy)
+                ptx.tensor_load_2(i32(place + late), map_of, column, session, full)
+                source += step
+                column = i32(column + i32(64))
+                item = i32(item + i32(1))
+                place = i32(place + pitch)
+                if place == end:
+                    place = ring
         c[o + AT] = c[o + CHUNKS]
         c[o + ITEM] += i64(count)
         c[o + OFFSET] = i64(i32(place - ring) >> i32(10))
