@@ -20,6 +20,7 @@ from wpk.kernel.layout import (
     BLOCK_THREADS,
     CONTEXT,
     LINE,
+    PRODUCTS,
     SHARED_LIMIT,
     STOPPED,
     STREAMED,
@@ -44,6 +45,7 @@ needs_compiler = pytest.mark.skipif(not can_build(), reason="numba-cuda or ptxas
 MODELS = sorted(name for name in catalog().builtin() if name != "voicechat")
 SMALL = ("add@1", "matmul@1")
 STREAMING = ("mamba2_step@1", "tiled_matmul@1")
+PRODUCTS_OF_ALL_KINDS = tuple(f"{name}@1" for name in PRODUCTS)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ PLAIN = Limits(224, 0, 0)
 # What streams holds sums of matrix products in registers, twice as many a thread with 128 sessions. What spills there
 # is known and to be brought down: these limits are there so that it does not grow unseen, and are to go down with it.
 STREAMS = {64: Limits(168, 400, 128), 128: Limits(168, 1700, 448)}
+PRODUCTS_ALONE = {64: Limits(168, 64, 32), 128: Limits(168, 1300, 400)}
 # The whole conversation has three times as many operators; what they spill is outside of what streams.
 CONVERSATION = {128: Limits(168, 3200, 512)}
 MOST_SECONDS = 90.0  # alone on the machine
@@ -114,6 +117,18 @@ def test_the_kernel_of_a_model_is_built_within_its_limits(model: str, slots: int
     assert made.build_s < BESIDE_OTHERS * MOST_SECONDS
     note = json.loads(made.path.with_suffix(".json").read_text())
     assert (note["operators"], note["sessions"]) == (list(operators), shape.sessions)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [8, 112])
+def test_a_kernel_of_all_products_is_built_within_the_limits_of_what_streams(slots: int) -> None:
+    sessions = shape_of(PRODUCTS_OF_ALL_KINDS, slots).sessions
+    made, limits = cubin(PRODUCTS_OF_ALL_KINDS, slots), PRODUCTS_ALONE[sessions]
+    print(f"{slots}: {made.registers} registers, {made.spill_bytes} bytes spilled, {made.stack_bytes} of stack, "
+          f"{len(made.image)} bytes, {made.build_s} s")  # fmt: skip
+    assert made.registers <= limits.registers
+    assert made.spill_bytes <= limits.spilled and made.stack_bytes <= limits.stack
 
 
 @pytest.mark.parametrize("slots", [8, 112])
@@ -186,10 +201,12 @@ def test_the_ptx_is_for_the_target_and_fuses_only_the_products_of_matmul() -> No
 def test_a_kernel_that_streams_has_its_matrix_instructions_and_copies(sessions: int) -> None:
     from wpk.kernel.cubin import kernel_ptx
 
-    text = kernel_ptx(STREAMING, Shape(sessions))
+    text = kernel_ptx((*STREAMING, "tf32_matmul@1"), Shape(sessions))
     # The two warpgroups share 176 rows of a weight, or with more than 64 sessions these.
     columns = {64: 88, 128: 176}[sessions]
-    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", text)) == {str(columns)}
+    for step in ("k16.f32.bf16.bf16", "k8.f32.tf32.tf32"):
+        found = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n(\d+){re.escape(step)}", text)
+        assert found == [str(columns)] * 4  # one loop over a stage: the kernel must fit the instruction cache
     assert "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier" in text
     assert "fence.proxy.async" in text
     assert f".maxntid {BLOCK_THREADS}, 1, 1" in text

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from wpk.ir.errors import ProgramError, TargetError
+from wpk.ir.types import DType
 from wpk.kernel import layout
 from wpk.kernel.layout import (
     CACHE_KIND,
@@ -37,6 +38,7 @@ from wpk.kernel.layout import (
     S_WINDOWS,
     STATE_KIND,
     STREAM_WORDS,
+    TF32,
     Shape,
 )
 from wpk.kernel.plan import (
@@ -308,7 +310,7 @@ def test_an_entry_says_which_bytes_are_streamed() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "qkv_projection"])
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in ("qkv_projection", "tf32_matmul")])
 @pytest.mark.parametrize(("n", "k", "shares", "splits"), [(352, 100, 2, 0), (360, 640, 5, 3), (8, 64, 1, 1)])
 def test_a_product_s_entries_are_its_tiles(name: str, n: int, k: int, shares: int, splits: int) -> None:
     """Against the order of tiles, element by element: an entry a part, in the order of the parts, without gaps."""
@@ -335,6 +337,87 @@ def test_a_product_s_entries_are_its_tiles(name: str, n: int, k: int, shares: in
     last = streams[:, S_ROW] + streams[:, S_STEP] // 128
     inside = (last > 8) & (streams[:, S_ROW] < n - 8) & (name == "mamba2_projection")
     assert (streams[:, S_WINDOWS] == inside).all()
+
+
+# Slots, frames, rows of a tile: one frame; sessions that fill a tile, nearly, and not; pieces of frames, even and not.
+FRAMES = [
+    (4, 1, 64), (64, 1, 64), (70, 1, 128), (5, 21, 64), (7, 9, 64), (70, 3, 128), (4, 63, 64), (4, 64, 64), (4, 65, 64),
+    (70, 128, 128), (70, 441, 128), (1, 441, 64),
+]  # fmt: skip
+
+
+def frames_of(slots: int, frames: int, rows: int, n: int, k: int, step: int, shares: int) -> tuple[Program, list[Any]]:
+    """A product of frames after another operator, and for each entry of its stream what must be in it.
+
+    Block 0 has the lower slots of all parts, block 1 the upper slots in two tasks: the later parts first.
+    """
+    s = Sketch(slots)
+    s.value("before", Role.WEIGHT, 512)
+    x, tiles, y = (
+        s.value(name, role, size)
+        for name, role, size in (
+            ("x", Role.TEMPORARY, 4 * ((frames - 1) * step + k)), ("w", Role.WEIGHT, 4 * n * (-(-k // 32)) * 32),
+            ("y", Role.TEMPORARY, 4 * frames * n),
+        )
+    )  # fmt: skip
+    pieces = -(-frames // rows)
+    parts, middle = shares * pieces, (slots + 1) // 2
+    chores = [(0, 0, middle, 0, parts)]
+    if slots > 1:
+        chores += [(1, middle, slots, 1, parts)] if parts > 1 else []
+        chores += [(1, middle, slots, 0, 1)]
+    parameters = [n, k, shares, frames, step, (frames - 1) * step + k, 0, rows, 0]
+    s.phase(0, "tf32_matmul", [x, tiles, None, None, y], parameters, *chores)
+    each, wanted, source = max(1, rows // frames), [], BASES[Arena.WEIGHTS] + 512
+    box = max(frames * (p + 1) // pieces - frames * p // pieces for p in range(pieces)) * min(each, slots)
+    for order, (_, slot_lo, slot_hi, part_lo, part_hi) in enumerate(chores):
+        for part in range(part_lo, part_hi):
+            share, piece = divmod(part, pieces)
+            lo, hi = (n // 8 * s // shares for s in (share, share + 1))
+            for first in range(slot_lo, slot_hi, each):
+                wanted.append(
+                    {
+                        S_RECORD: order, S_KIND: TF32, S_WAVE: 0, S_AFTER: WEIGHTS_ONLY, S_MAP: MAPS,
+                        S_SLOT_LO: first, S_SLOT_HI: min(first + each, slot_hi), S_PART_LO: part, S_PART_HI: part + 1,
+                        S_SOURCE: source + 8 * lo * -(-k // 32) * 128, S_STEP: 8 * (hi - lo) * 128, S_BYTES: 128 * box,
+                        S_AT: 0, S_CHUNKS: -(-k // 32), S_WINDOWS: 0, S_ROW: frames * piece // pieces,
+                    }
+                )  # fmt: skip
+    return s.program(), [[entry[w] for w in range(STREAM_WORDS)] for entry in wanted]
+
+
+@pytest.mark.parametrize(("slots", "frames", "rows"), FRAMES)
+@pytest.mark.parametrize(("n", "k", "step", "shares"), [(8, 4, 4, 1), (360, 100, 32, 5)])
+def test_a_product_of_frames_has_an_entry_for_each_part_of_the_sessions_of_a_tile(
+    slots: int, frames: int, rows: int, n: int, k: int, step: int, shares: int
+) -> None:
+    program, wanted = frames_of(slots, frames, rows, n, k, step, shares)
+    shape = Shape(rows)
+    require_sizes(program, shape)
+    streams, starts = stream_table(program, task_table(program), shape, BASES, MAPS)
+    assert streams.tolist() == wanted
+    assert starts.tolist() == [0, sum(entry[S_RECORD] == 0 for entry in wanted), len(wanted)]
+    # Every row of the weight is multiplied with every frame of every session once.
+    seen = np.zeros((slots, frames, n // 8), int)
+    pieces = -(-frames // rows)
+    for entry in wanted:
+        lo = (entry[S_SOURCE] - wanted[0][S_SOURCE]) // (1024 * entry[S_CHUNKS])
+        end = frames * (entry[S_PART_LO] % pieces + 1) // pieces
+        assert (entry[S_SLOT_HI] - entry[S_SLOT_LO]) * (end - entry[S_ROW]) <= rows
+        seen[entry[S_SLOT_LO] : entry[S_SLOT_HI], entry[S_ROW] : end, lo : lo + entry[S_STEP] // 1024] += 1
+    assert (seen == 1).all()
+
+
+def test_a_tile_of_frames_is_that_of_the_kernel() -> None:
+    program, _ = frames_of(4, 3, 64, 16, 40, 8, 1)
+    with pytest.raises(ProgramError, match="phase 0: a tile of frames") as refused:
+        require_sizes(program, Shape(128))
+    assert (refused.value.wanted, refused.value.found) == ("128 rows", "64")
+
+
+def test_a_task_of_frames_may_have_any_slots() -> None:
+    program, _ = frames_of(1000, 1, 128, 16, 40, 8, 1)
+    require_sizes(program, Shape(128))
 
 
 def test_a_program_that_streams_nothing_has_no_entries() -> None:
@@ -404,6 +487,21 @@ def test_a_box_of_activations_has_the_sessions_of_a_tile(slots: int, sessions: i
     made = {(m.payload, m.which): m for m in tensor_maps(hybrid(slots), Shape(sessions))}
     assert made[PRODUCT, 0].box == (64, rows) and made[PRODUCT, 0].sizes == (64, slots)
     assert made[PARTS, 0].box == (64, 8, 2, 1)
+
+
+@pytest.mark.parametrize(("slots", "frames", "rows"), FRAMES)
+def test_a_box_of_frames_is_a_tile_of_overlapping_windows(slots: int, frames: int, rows: int) -> None:
+    k, step = 100, 32
+    program, wanted = frames_of(slots, frames, rows, 16, k, step, 1)
+    (made,) = tensor_maps(program, Shape(rows))
+    columns, some, sessions = made.box
+    pitch = -(-4 * ((frames - 1) * step + k) // 64) * 64
+    assert made == TensorMap(
+        0, 0, Arena.ACTIVATIONS, 0, (k, frames, slots), (4 * step, pitch), made.box, True, DType.F32
+    )  # fmt: skip
+    assert columns == 32 and some * sessions <= rows and 128 * some * sessions == wanted[0][S_BYTES]
+    assert (some == frames) if frames <= rows else sessions == 1
+    assert sessions == min(slots, max(1, rows // frames))
 
 
 @pytest.mark.parametrize("sessions", [64, 128])

@@ -113,19 +113,24 @@ def test_a_shared_address_is_that_of_the_array() -> None:
 
 @pytest.mark.skipif(find_ptxas() is None, reason="ptxas is not installed")
 @pytest.mark.parametrize("columns", [8, 88, 176])
-def test_a_product_of_matrices_is_four_steps_over_64_columns(columns: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("operands", "step", "layout"), [("bf16", "k16.f32.bf16.bf16", ", 0, 0"), ("tf32", "k8.f32.tf32.tf32", "")]
+)
+def test_a_product_of_matrices_is_four_steps_over_128_bytes_of_a_row(
+    columns: int, operands: str, step: str, layout: str, tmp_path: Path
+) -> None:
     count = columns // 2
     stores = "\n".join(f"ptx.store_1(l + {4 * i}, sums[{i}])" for i in range(count))
     source = f"sums = multiply(multiply(zeros(), l, l + 7), l, l)\n{stores}"
-    names = {"zeros": ptx.make_zeros(count), "multiply": ptx.make_wgmma(columns)}
+    names = {"zeros": ptx.make_zeros(count), "multiply": ptx.make_wgmma(columns, operands)}
     whole = text_of(source, **names)
     assemble(whole, tmp_path / "product.cubin")
     text = whole[whole.index(".entry") :]
-    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+) \{([^}]*)\}, a, b, p, 1, 1, 0, 0;", text)
-    assert [kind for kind, _ in products] == [f"m64n{columns}k16.f32.bf16.bf16"] * 8
+    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+) \{([^}]*)\}, a, b, p, 1, 1" + layout + ";", text)
+    assert [kind for kind, _ in products] == [f"m64n{columns}{step}"] * 8
     for _, registers in products:
         assert len(set(registers.split(", "))) == count
-    # A step is 16 columns, 32 bytes; an address in a descriptor counts 16 bytes.
+    # A step is 32 bytes of a row, 16 columns or 8; an address in a descriptor counts 16 bytes.
     assert (
         re.findall(r"add\.s64 a, %rd\d+, (\d+); add\.s64 b, %rd\d+, (\d+);", text)
         == [(str(2 * k), str(2 * k)) for k in range(4)] * 2

@@ -274,7 +274,8 @@ def test_every_case_has_one_operator_table_with_all_that_is_streamed() -> None:
     tables = {program_of(case).operators for case in CASES.values()}
     assert len(tables) == 1
     (table,) = tables
-    assert {*STREAMED, *norms.BODIES} <= {name.partition("@")[0] for name in table}
+    # Products of frames are no part of a backbone: test_tf32.py.
+    assert {*STREAMED, *norms.BODIES} - {"tf32_matmul"} <= {name.partition("@")[0] for name in table}
     assert {shape_of(table, case.slots).sessions for case in CASES.values()} == {64, 128}
     assert {case.slots for case in CASES.values()} >= {1, 7, 8, 56, 64, 65, 96, 112, 128, 130}
 
