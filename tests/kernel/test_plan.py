@@ -408,11 +408,12 @@ def test_a_product_of_frames_has_an_entry_for_each_part_of_the_sessions_of_a_til
     assert (seen == 1).all()
 
 
-def test_a_tile_of_frames_is_that_of_the_kernel() -> None:
-    program, _ = frames_of(4, 3, 64, 16, 40, 8, 1)
+def test_a_tile_of_frames_has_no_more_rows_than_the_kernel_s() -> None:
+    program, _ = frames_of(4, 3, 128, 16, 40, 8, 1)
+    require_sizes(program, Shape(128))
     with pytest.raises(ProgramError, match="phase 0: a tile of frames") as refused:
-        require_sizes(program, Shape(128))
-    assert (refused.value.wanted, refused.value.found) == ("128 rows", "64")
+        require_sizes(program, Shape(64))
+    assert (refused.value.wanted, refused.value.found) == ("at most 64 rows", "128")
 
 
 def test_a_task_of_frames_may_have_any_slots() -> None:
