@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.kernel.gpu import join, ports
-from wpk.ir.graph import GraphBuilder, Value
+from wpk.ir.graph import Graph, GraphBuilder, Value
 from wpk.ir.types import f32
 from wpk.kernel.arenas import HostArenas
 from wpk.kernel.cpu import CpuKernel
@@ -52,6 +52,7 @@ class Product:
     activation: str = "none"
     bias: bool = False
     residual: bool = False
+    rows: int = 0  # of a tile, where they are not all that the kernel has
 
 
 # One frame, some, a tile's rows but for one or one more, many tiles; k of less than a chunk, one, a part of another
@@ -69,6 +70,7 @@ PRODUCTS = {
     "many frames": Product(176, 400, 441, 160, 2, bias=True, residual=True),
     "many frames of few": Product(8, 4, 441, 4, activation="tanh"),
     "deep": Product(184, 1152, 7, 64, 3, residual=True),
+    "half a tile": Product(264, 400, 2, 400, 2, rows=64),
 }
 CHAINED = "chained"  # windows of three rows of what two other products made
 WIDTH = 88
@@ -85,13 +87,12 @@ def product(g: GraphBuilder, name: str, x: Value, p: Product, rows: int, residua
     extra += [residual] if residual is not None else []
     roles = (BIAS if p.bias else 0) | (RESIDUAL if residual is not None else 0)
     return g.op(
-        "tf32_matmul", x, tiles, *extra, n=p.n, k=p.k, shares=p.shares, frames=p.frames, step=p.step, rows=rows,
-        activation=p.activation, roles=roles,
+        "tf32_matmul", x, tiles, *extra, n=p.n, k=p.k, shares=p.shares, frames=p.frames, step=p.step,
+        rows=p.rows or rows, activation=p.activation, roles=roles,
     )  # fmt: skip
 
 
-@functools.cache
-def compiled(slots: int) -> Compiled:
+def graph(slots: int) -> Graph:
     g = GraphBuilder("products", Selection())
     x, rows = g.input("x", f32(SIZE)), tile_sessions(slots)
     for name, p in PRODUCTS.items():
@@ -103,7 +104,12 @@ def compiled(slots: int) -> Compiled:
     h = product(g, "chained.first", x, Product(WIDTH, 36, 70, 32), rows)
     h = product(g, "chained.second", h, Product(WIDTH, WIDTH, 70, WIDTH, bias=True), rows, h)
     g.output(CHAINED, product(g, "chained.third", h, Product(176, 3 * WIDTH, 68, WIDTH, 2), rows))
-    return compile_graph(g.build(), Selection(), TARGETS["h200"], capacity=slots)
+    return g.build()
+
+
+@functools.cache
+def compiled(slots: int) -> Compiled:
+    return compile_graph(graph(slots), Selection(), TARGETS["h200"], capacity=slots)
 
 
 class Weights(TensorSet):
@@ -223,6 +229,42 @@ def test_a_session_has_the_same_bits_alone_in_slot_0_and_among_others(slots: int
     alone, among = (played(CudaKernel, slots, who, False) for who in ({0: 7}, {**company, slot: 7}))
     for ours, theirs in zip(alone, among, strict=True):
         assert {n: v.tobytes() for n, v in ours[0].items()} == {n: v.tobytes() for n, v in theirs[slot].items()}
+
+
+# --- how fast ---------------------------------------------------------------------------------------------------------
+# Two products in turn, each of what the other made, as often as so: layers of few frames, and of many.
+PAIRS = {
+    "two frames": (Product(4608, 1152, 2, 1152, 32), Product(1152, 4608, 2, 4608, 48, residual=True), 40),
+    "eighteen frames": (Product(6144, 1536, 18, 1536, 41), Product(1536, 6144, 18, 6144, 13, residual=True), 10),
+    "many frames": (Product(1536, 384, 441, 384, 9), Product(384, 1536, 441, 1536, 3, residual=True), 10),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [56, 112])
+@pytest.mark.parametrize("name", PAIRS)
+def test_products_of_many_sessions_run_on_tensor_cores(name: str, slots: int) -> None:
+    first, second, times = PAIRS[name]
+    g = GraphBuilder(name, Selection())
+    x = g.input("x", f32(first.frames, first.k))
+    for turn in range(times):
+        h = product(g, f"first{turn}", x, first, tile_sessions(slots))
+        x = product(g, f"second{turn}", h, second, tile_sessions(slots), x)
+    g.output("y", g.op("slice", x, axis=0, start=0, stop=1))
+    made = compile_graph(g.build(), Selection(), TARGETS["h200"], capacity=slots)
+    arenas, image = fill_arenas(made.program, made.load, Weights(made, False))
+    kernel = CudaKernel(made.program, arenas, image, cache=settings().kernels)
+    try:
+        join(kernel, *range(slots))
+        seconds = sorted(kernel.beat() for _ in range(12))[6] / 1e9
+    finally:
+        kernel.close()
+    flops = sum(2 * p.n * p.k * p.frames for p in (first, second)) * times * slots
+    print(
+        f"\n{name}, {slots} slots: {seconds / times / 2 * 1e6:.1f} us a product, {flops / seconds / 1e12:.1f} TFLOP/s"
+    )
+    assert flops / seconds > 20e12  # a thread a result does a tenth of that
 
 
 # --- without a GPU: the programs are what they are to test ------------------------------------------------------------
