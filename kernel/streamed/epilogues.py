@@ -141,14 +141,20 @@ def finish_mamba2(record, arenas, slot, row, window, taps, v, policy):
         head = channel - channels
         terms = constants + 4 * (5 * channels + head)
         out = mixed + 4 * (inner + channels + 4 * head)
+        bias = cuda.local.array(GROUP, types.float32)
+        rate = cuda.local.array(GROUP, types.float32)
+        skip = cuda.local.array(GROUP, types.float32)
+        for half in range(2):  # wide loads, all under way at once: one block has all heads, and all wait for it
+            at = terms + 16 * half
+            for values, place in ((bias, at), (rate, at + 4 * heads), (skip, at + 8 * heads)):
+                a, b, c, d = ptx.load_constant_4(place)
+                values[4 * half], values[4 * half + 1], values[4 * half + 2], values[4 * half + 3] = a, b, c, d
         for e in range(GROUP):
-            x = v[e] + ptx.load_constant_f32(terms + 4 * e)
+            x = v[e] + bias[e]
             step = x
             if x < f32(20.0):
                 step = ptx.log2(f32(1.0) + ptx.exp2(x * f32(LOG2E))) * f32(LN2)
-            rate = ptx.load_constant_f32(terms + 4 * (heads + e))
-            skip = ptx.load_constant_f32(terms + 4 * (2 * heads + e))
-            ptx.store_4_kept(out + 16 * e, step, ptx.exp2(step * rate * f32(LOG2E)), skip, f32(0.0), policy)
+            ptx.store_4_kept(out + 16 * e, step, ptx.exp2(step * rate[e] * f32(LOG2E)), skip[e], f32(0.0), policy)
 
 
 @device

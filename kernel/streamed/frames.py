@@ -60,8 +60,9 @@ def after(place, items, size, end, base):
 def make_multiply_frames(shape: Shape) -> Any:
     """The device function that adds the chunks of a unit to its accumulators.
 
-    item, place: of its first chunk. size, end: of a stage, and of the ring. needed: whether this warpgroup has rows of the tile, and of the weight; the same
-    for all its threads. a_offset, b_offset: of its rows in a stage. It frees the stages as it goes.
+    item, place: of its first chunk. size, end: of a stage, and of the ring. needed: whether this warpgroup has rows of
+    the tile, and of the weight; the same for all its threads. a_offset, b_offset: of its rows in a stage. It frees the
+    stages as it goes.
     """
     wgmma = ptx.make_wgmma(TILE_ROWS if shape.sessions == 128 else TILE_ROWS // 2, "tf32")
 

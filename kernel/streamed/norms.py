@@ -18,7 +18,7 @@ from wpk.kernel.layout import REDUCTION, THREADS, WARPS
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 SPAN = 128  # elements of a sum of squares, four a lane
-AT_ONCE = 3  # units whose loads a warp has under way
+AT_ONCE = 2  # units whose loads a warp has under way: all that it has with 56 sessions
 PARTIALS = 4  # partial sums of a unit whose loads are under way
 HELD, SUMS = 4 * AT_ONCE, 4 * PARTIALS * AT_ONCE
 PIECES = 5  # of four elements that a thread of `gated_rms_norm` keeps: groups of up to 64 * 4 * PIECES elements

@@ -222,15 +222,16 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
         start,
         groups,
         split,
-        session_lo,
-        session_hi,
+        sessions,
         windows,
         box,
+        size,
+        end,
         thread,
         base,
         policy,
     ):
-        """The epilogue of the staged results of sessions session_lo .. session_hi; `windows`: of the first of them.
+        """The epilogue of the staged results of `sessions`; windows: address of the first `box` of their windows.
 
         Of `tf32_matmul`, sessions are frames of the sessions from slot_lo on, and split is the piece of the frames.
         """
@@ -239,19 +240,24 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
         first_frame, frames = i32(0), i32(1)
         if frames_of:
             first_frame, frames = frame_range(record, i32(split))
-        for unit in range(thread, i32(i32(session_hi - session_lo) * groups), i32(THREADS)):
+        ring = i32(base + i32(RING))
+        for unit in range(thread, i32(sessions * groups), i32(THREADS)):
             session = i32(i32(unit) // groups)
             column = i32(i32(unit) - session * groups)
-            at = i32(base + i32(staging) + i32(session_lo + session) * i32(pitch) + column * i32(32))
+            at = i32(base + i32(staging) + session * i32(pitch) + column * i32(32))
             left, right = ptx.shared_load_4(at), ptx.shared_load_4(i32(at + i32(16)))
             for e in range(4):
                 v[e] = left[e]
                 v[4 + e] = right[e]
             group = i32(column + start // i32(GROUP))
             row = i64(i32(i32(first + group) * i32(GROUP)))
-            slot = slot_lo + i64(i32(session_lo + session))
+            slot = slot_lo + i64(session)
             if has_mamba2 and kind == MAMBA2:
-                window = i32(windows + session * i32(WINDOW_BYTES) + group * i32(2 * GROUP))
+                turn = i32(session // box)
+                window = i32(windows + turn * size)
+                if window >= end:
+                    window = i32(window - end + ring)
+                window = i32(window + i32(session - turn * box) * i32(WINDOW_BYTES) + group * i32(2 * GROUP))
                 taps = i32(windows + box * i32(WINDOW_BYTES) + group * i32(4 * GROUP))
                 finish_mamba2(record, arenas, slot, row, window, taps, v, policy)
             elif has_qkv and kind == QKV:
@@ -390,29 +396,22 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                     here = i32(groups)
                     if wide:
                         here = i32(min(max(i32(groups - i32(r * HALF // GROUP)), i32(0)), i32(HALF // GROUP)))
-                    # Sessions whose windows have come in one stage are finished together.
-                    turns, window = max(windows, i64(1)), place
-                    for turn in range(turns):
-                        session_lo, session_hi = i32(0), held
-                        if windows > 0:
-                            session_lo = i32(i32(turn) * box)
-                            session_hi = i32(min(i32(session_lo + box), i32(slots)))
-                            if r == 0:
-                                await_stage(base, full_barrier(i32(item + i32(turn))), turn_of(i32(item + i32(turn))))
-                        finish(
-                            kind, record, arenas, own_lo, first, i32(start), here, i64(split), session_lo, session_hi,
-                            window, box, thread, base, policy,
-                        )  # fmt: skip
-                        if windows > 0 and r == rounds - 1:
-                            ptx.warp_barrier()
-                            if lane == 0:
-                                ptx.mbarrier_arrive(i32(base + empty_barrier(i32(item + i32(turn)))))
-                        if windows > 0:
-                            window = i32(window + size)
-                            if window == end:
-                                window = i32(base + i32(RING))
+                    if r == 0:
+                        for turn in range(windows):
+                            await_stage(base, full_barrier(i32(item + i32(turn))), turn_of(i32(item + i32(turn))))
+                    finish(
+                        kind, record, arenas, own_lo, first, i32(start), here, i64(split), held, place, box, size, end,
+                        thread, base, policy,
+                    )  # fmt: skip
                 if windows > 0:
-                    item, place = i32(item + i32(windows)), window
+                    ptx.warp_barrier()
+                    for turn in range(windows):
+                        if lane == 0:
+                            ptx.mbarrier_arrive(i32(base + empty_barrier(i32(item + i32(turn)))))
+                        place = i32(place + size)
+                        if place == end:
+                            place = i32(base + i32(RING))
+                    item = i32(item + i32(windows))
         return left_at(ring, item, place, base)
 
     return consume

@@ -107,6 +107,21 @@ def start_of_run(offset, size, count):
 
 
 @device
+def latest_blocking(item, run, offset, size, count, old_run, old_size, old_count, old_place):
+    """Number of the latest item that must be used before `item`: for its barriers, and for where it lies."""
+    if item - run >= count:
+        return i32(item - count)
+    # The first round of a run: what the run before has left in this place, or else all that was before that run.
+    low = i32(offset // old_size)
+    high = min(i32(i32(offset + size - i32(1)) // old_size), i32(old_count - i32(1)))
+    latest = max(old_run - 1, item - BARRIERS)
+    if low < old_count:
+        newest = min(high, i32(old_place - i32(1))) if low < old_place else i32(high - old_count)
+        latest = max(latest, run + i64(i32(newest - old_place)))
+    return i32(latest)
+
+
+@device
 def enter(place, record):
     """The consumers' place, in the division of the ring that an order asks for."""
     size = i32(ptx.load_order_32(record + ORDER_STAGE_BYTES) >> i32(10))
@@ -226,17 +241,10 @@ def make_producer(shape: Shape, fetch_orders: Any) -> Any:
     @device
     def blocking(c, o):
         """Number of the latest item that must be used before the next one may be written where it belongs."""
-        if c[o + ITEM] - c[o + RUN] >= c[o + COUNT]:
-            return i32(c[o + ITEM] - c[o + COUNT])
-        # The first round of a run: what the run before has left in this place, or else all that was before that run.
-        size, count, place = i32(c[o + OLD_SIZE]), i32(c[o + OLD_COUNT]), i32(c[o + OLD_PLACE])
-        low = i32(i32(c[o + OFFSET]) // size)
-        high = min(i32(i32(c[o + OFFSET] + c[o + SIZE] - 1) // size), i32(count - i32(1)))
-        latest = max(c[o + OLD_RUN] - 1, c[o + ITEM] - BARRIERS)
-        if low < count:
-            newest = min(high, i32(place - i32(1))) if low < place else i32(high - count)
-            latest = max(latest, c[o + RUN] + i64(i32(newest - place)))
-        return i32(latest)
+        return latest_blocking(
+            c[o + ITEM], c[o + RUN], i32(c[o + OFFSET]), i32(c[o + SIZE]), c[o + COUNT], c[o + OLD_RUN],
+            i32(c[o + OLD_SIZE]), i32(c[o + OLD_COUNT]), i32(c[o + OLD_PLACE]),
+        )  # fmt: skip
 
     @device
     def next_item(c, o):

@@ -110,7 +110,7 @@ def test_the_kernel_of_a_model_is_built_within_its_limits(model: str, slots: int
     table = CONVERSATION if model == "voicechat-tiny" else STREAMS
     made, limits = cubin(operators, slots), table.get(shape.sessions, PLAIN)
     print(f"{model} of {slots}: {made.registers} registers, {made.spill_bytes} bytes spilled, {made.stack_bytes} of "
-          f"stack, {len(made.image)} bytes, {made.build_s} s, {shape.stages} stages")  # fmt: skip
+          f"stack, {len(made.image)} bytes, {made.build_s} s, ring of {shape.ring_bytes} bytes")  # fmt: skip
     assert made.image[:4] == b"\x7fELF"
     assert 0 < made.registers <= limits.registers
     assert made.spill_bytes <= limits.spilled and made.stack_bytes <= limits.stack
@@ -330,20 +330,20 @@ def test_shared_memory_is_divided_without_overlap(sessions: int) -> None:
     assert shape.shared_bytes <= SHARED_LIMIT
     assert 2 * shape.shared_bytes > SHARED_LIMIT + 1024  # so that a multiprocessor never has two blocks
     ends = [
-        (layout.FULL, 8 * layout.MOST_STAGES), (layout.EMPTY, 8 * layout.MOST_STAGES), (layout.OPENED, 8),
+        (layout.FULL, 8 * layout.BARRIERS), (layout.EMPTY, 8 * layout.BARRIERS), (layout.OPENED, 8),
         (layout.ENDED, 4), (layout.SEEN, 8), (layout.COUNTS, 8), (layout.FIRSTS, 8), (layout.FETCHED, 16),
         (layout.WAITING, 4), (layout.STAMP, 8), (layout.REDUCTION, 512), (layout.FACTORS, 4 * 128),
-        (layout.BUFFER, 2 * layout.KEPT_ORDERS * layout.ORDER_BYTES), (layout.RING, shape.stages * shape.stage_bytes),
+        (layout.BUFFER, 2 * layout.KEPT_ORDERS * layout.ORDER_BYTES), (layout.RING, shape.ring_bytes),
     ]  # fmt: skip
     for (start, size), (after, _) in itertools.pairwise(sorted(ends)):
         assert start + size <= after
-    assert layout.BUFFER % 16 == 0 and layout.RING % 1024 == 0 and shape.stage_bytes % 1024 == 0
+    assert layout.BUFFER % 16 == 0 and layout.RING % 1024 == 0 and shape.ring_bytes % layout.STAGE_UNIT == 0
     if sessions:
-        assert shape.stages >= 4
-        tile = layout.TILE_ROWS * layout.CHUNK_BYTES
-        assert tile % 1024 == 0 and tile + sessions * layout.CHUNK_BYTES <= shape.stage_bytes
-        assert shape.staging >= layout.RING + shape.stages * shape.stage_bytes
-        assert 1024 + shape.staging + shape.staging_bytes <= shape.shared_bytes
+        widest = layout.TILE_ROWS * layout.CHUNK_BYTES + sessions * layout.CHUNK_BYTES
+        assert shape.stages(widest).count >= 4
+        # A tile's rows are read as if there were 176, and 64 or 128 sessions: past its end is memory of the block.
+        assert shape.staging_bytes >= widest
+        assert 1024 + shape.staging + shape.staging_bytes + layout.OWN_BYTES <= SHARED_LIMIT
         assert shape.staging_bytes >= 4 * sessions * (layout.TILE_ROWS if sessions == 64 else layout.TILE_ROWS // 2)
 
 
@@ -354,8 +354,9 @@ def test_what_the_operators_allow_fits_a_stage() -> None:
 
     assert (MOST_ROWS, 2 * DEPTH) == (layout.TILE_ROWS, layout.CHUNK_BYTES)
     assert TILE_SLOTS == 128  # sessions of a task: one tile of the larger shape
-    assert 40 * STATE_ROW + 2 * 512 + 16 + 4 * 40 <= layout.CACHE_STAGE  # a part of a state, B, C, the terms, x
-    assert 2 * 8 * 128 * 2 * CACHE_ROWS <= layout.CACHE_STAGE  # keys and values of 8 heads of 128
+    state = 40 * STATE_ROW + 2 * 512 + 16 + 4 * 40  # a part of a state, B, C, the terms, x
+    cache = 2 * 8 * 128 * 2 * CACHE_ROWS  # keys and values of 8 heads of 128
+    assert all(Shape(sessions).stages(size).count >= 4 for sessions in (64, 128) for size in (state, cache))
 
 
 # --- the cache ----------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from wpk.kernel.layout import (
     STREAM_WORDS,
     TF32,
     Shape,
+    Stages,
 )
 from wpk.kernel.plan import (
     WEIGHTS_ONLY,
@@ -47,6 +48,7 @@ from wpk.kernel.plan import (
     agenda_table,
     order_table,
     require_sizes,
+    stages_of,
     stream_table,
     task_table,
     tensor_maps,
@@ -58,6 +60,7 @@ from wpk.ops.payload import ABSENT, OPERANDS, PAYLOAD, Arena, Reference
 from wpk.scheduler.program import ARENA_OF, NONE, PORT, TASK, USE, VALUE, Program, Role
 
 SLOTS, BLOCKS = 4, 2
+SHAPE = Shape(64)
 BASES = (1 << 40, 2 << 40, 3 << 40, 4 << 40)  # of the arenas on a device
 MAPS = 5 << 40
 
@@ -232,7 +235,7 @@ def test_a_block_without_tasks_has_none_in_any_wave() -> None:
 def test_an_order_holds_a_payload_the_addresses_that_it_means_and_a_task_s_ranges() -> None:
     program = hybrid()
     tasks = task_table(program)
-    orders = order_table(program, tasks, BASES, MAPS)
+    orders = order_table(program, tasks, Shape(64), BASES, MAPS)
     assert orders.shape == (14, ORDER_BYTES) and orders.dtype == np.uint8
     for row, task in zip(orders, tasks, strict=True):
         assert row[:128].tobytes() == program.payloads[task["payload"]].tobytes()
@@ -263,8 +266,45 @@ def test_an_order_holds_a_payload_the_addresses_that_it_means_and_a_task_s_range
 
 
 # --- what is streamed ---------------------------------------------------------------------------------------------
-def streamed(program: Program) -> tuple[Any, Any]:
-    return stream_table(program, task_table(program), Shape(64), BASES, MAPS)
+def streamed(program: Program, shape: Shape = SHAPE) -> tuple[Any, Any]:
+    """The table, with kinds by themselves, and the first entries; every entry divides the ring as its order does."""
+    tasks = task_table(program)
+    streams, starts = stream_table(program, tasks, shape, BASES, MAPS)
+    orders = order_table(program, tasks, shape, BASES, MAPS)
+    for entry in streams:
+        at = layout.ORDER_STAGE_BYTES
+        division = orders[entry[S_RECORD], at : at + 8].view(np.int32).tolist()
+        assert division == [entry[S_KIND] >> 16, entry[S_KIND] >> 8 & 0xFF]
+    streams[:, S_KIND] &= 0xFF
+    return streams, starts
+
+
+@pytest.mark.parametrize("shape", [Shape(64), Shape(128)])
+def test_a_stage_holds_an_item_of_its_payload(shape: Shape) -> None:
+    program = hybrid()
+    stages = stages_of(program, shape)
+    streams, _ = streamed(program, shape)
+    for entry in streams:
+        division = stages[int(task_table(program)[entry[S_RECORD]]["payload"])]
+        assert division.size % layout.STAGE_UNIT == 0 and 1 <= division.count <= layout.BARRIERS
+        assert division.size * division.count <= shape.ring_bytes
+        assert entry[S_STEP] + entry[S_BYTES] <= division.size
+    assert sorted(stages) == [MAMBA, STEP, HEADS, PARTS, PRODUCT, STEP_AGAIN]
+
+
+@pytest.mark.parametrize(("slots", "sessions"), [(1, 64), (56, 64), (65, 128), (112, 128), (128, 128)])
+@pytest.mark.parametrize("rows", [8, 64, 176])
+def test_all_windows_of_a_part_fit_into_the_ring_at_once(slots: int, sessions: int, rows: int) -> None:
+    s = Sketch(slots)
+    x, tiles, y = (
+        s.value(v, r, size)
+        for v, r, size in (("x", Role.TEMPORARY, 128), ("w", Role.WEIGHT, 128 * rows), ("y", Role.TEMPORARY, 4 * rows))
+    )
+    ring = s.value("ring", Role.STATE, 6 * rows)
+    s.phase(0, "mamba2_projection", [x, tiles, None, None, ring, y, ring], [rows, 64, 1, 0, rows, 8, 0])
+    (division,) = stages_of(s.program(), Shape(sessions)).values()
+    each = window_sessions(slots, division)
+    assert -(-slots // each) <= division.count and layout.TAP_BYTES + each * layout.WINDOW_BYTES <= division.size
 
 
 def test_a_block_streams_its_streamed_tasks_in_their_order() -> None:
@@ -394,7 +434,7 @@ def test_a_product_of_frames_has_an_entry_for_each_part_of_the_sessions_of_a_til
     program, wanted = frames_of(slots, frames, rows, n, k, step, shares)
     shape = Shape(rows)
     require_sizes(program, shape)
-    streams, starts = stream_table(program, task_table(program), shape, BASES, MAPS)
+    streams, starts = streamed(program, shape)
     assert streams.tolist() == wanted
     assert starts.tolist() == [0, sum(entry[S_RECORD] == 0 for entry in wanted), len(wanted)]
     # Every row of the weight is multiplied with every frame of every session once.
@@ -438,7 +478,7 @@ def test_a_program_without_tasks_has_tables_too() -> None:
     program = hybrid()
     program = dataclasses.replace(program, tasks=program.tasks[:0])
     tasks = task_table(program)
-    assert order_table(program, tasks, BASES, MAPS).shape == (0, ORDER_BYTES)
+    assert order_table(program, tasks, Shape(64), BASES, MAPS).shape == (0, ORDER_BYTES)
     assert not agenda_table(program, tasks, BASES[Arena.WEIGHTS]).any()
     streams, starts = streamed(program)
     assert streams.shape == (0, STREAM_WORDS) and starts.tolist() == [0, 0, 0]
@@ -505,15 +545,15 @@ def test_a_box_of_frames_is_a_tile_of_overlapping_windows(slots: int, frames: in
     assert sessions == min(slots, max(1, rows // frames))
 
 
-@pytest.mark.parametrize("sessions", [64, 128])
-def test_boxes_of_windows_cover_a_tile_and_fit_a_stage(sessions: int) -> None:
-    shape = Shape(sessions)
-    for slots in range(1, 200):
-        each, most = window_sessions(slots, shape), min(slots, sessions)
-        boxes = -(-most // each)
-        assert 1 <= each <= shape.window_sessions and each * (boxes - 1) < most
-        assert layout.TAP_BYTES + each * layout.WINDOW_BYTES <= shape.stage_bytes
-        assert boxes == -(-most // shape.window_sessions)  # no more boxes than there must be
+@pytest.mark.parametrize("size", [5, 12, 29, 36])
+def test_boxes_of_windows_cover_a_tile_and_fit_a_stage(size: int) -> None:
+    stages = Stages(1024 * size, 4)
+    fitting = (stages.size - layout.TAP_BYTES) // layout.WINDOW_BYTES
+    for sessions in range(1, 129):
+        each = window_sessions(sessions, stages)
+        boxes = -(-sessions // each)
+        assert 1 <= each <= fitting and each * (boxes - 1) < sessions
+        assert boxes == -(-sessions // fitting)  # no more boxes than there must be
 
 
 @pytest.mark.parametrize(("field", "amount"), [("reference", 8), ("stride", 4)])
