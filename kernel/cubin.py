@@ -83,8 +83,9 @@ def cubin_key(operators: Sequence[str], shape: Shape) -> str:
 
     parts = [f"{name}:{_digest(name)}" for name in operators] + [repr(shape)]
     parts += [inspect.getsource(module) for module in (control, layout, program)]
-    streamed = (f"streamed/{path.stem}" for path in sorted((Path(__file__).parent / "streamed").glob("*.py")))
-    return key_of(("ptx", "cuda_library", "exchange", "resident", *streamed), parts)
+    here = Path(__file__).parent
+    inner = (f"{folder}/{p.stem}" for folder in ("streamed", "blockwise") for p in sorted((here / folder).glob("*.py")))
+    return key_of(("ptx", "cuda_library", "exchange", "resident", *inner), parts)
 
 
 def key_of(files: Sequence[str], parts: Sequence[str] = ()) -> str:

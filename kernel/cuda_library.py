@@ -25,7 +25,7 @@ from numba.cuda.np.arrayobj import populate_array
 
 from wpk.ir.errors import KernelError
 from wpk.kernel import ptx
-from wpk.kernel.layout import ORDER_ADDRESSES, SCRATCH_WORDS, THREADS
+from wpk.kernel.layout import ORDER_ADDRESSES, PLAIN, SCRATCH_WORDS, THREADS, Shape
 from wpk.ops import blockwise, math32, memory, payload, simd, vector
 from wpk.ops.operator import LIBRARY
 
@@ -302,13 +302,16 @@ is_live = translate(blockwise.is_live)
 
 
 # --- bodies -------------------------------------------------------------------------------------------------------
-def block_body(name: str) -> Any:
+def block_body(name: str, shape: Shape = PLAIN) -> Any:
     """The device function of operator `name@version`, with the signature of `wpk.ops.blockwise`."""
+    from wpk.kernel.blockwise.bodies import MAKERS
     from wpk.kernel.streamed.norms import BODIES
 
     operator, _, version = name.partition("@")
     if operator in BODIES:
         return BODIES[operator]
+    if operator in MAKERS:
+        return MAKERS[operator](shape)
     own = LIBRARY.body(operator, int(version), "cuda")
     if own is not None:
         return device(rebind(own.function))

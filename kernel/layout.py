@@ -143,6 +143,7 @@ WAITING = 328  # u32: the low half of the counter's value that the block's consu
 STAMP = 320  # u64: where the moments of the present wave go; or 0
 BUFFER = 2048  # the next waves' orders, two halves
 KEPT_ORDERS = 2  # of a wave; what more there are is read from global memory
+WORKSPACE_BYTES = 40 * 1024  # for bodies, at `Shape.workspace`
 RING = BUFFER + 2 * KEPT_ORDERS * ORDER_BYTES
 
 
@@ -193,9 +194,20 @@ class Shape:
         return RING + self.ring_bytes
 
     @property
+    def workspace(self) -> int:
+        """Where the threads of a block keep WORKSPACE_BYTES of what they work at together, in any body but a product.
+
+        Nothing stays there from body to body: whoever writes first waits for the block's threads before.
+        """
+        return self.staging
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory to ask for: always more than half of what there is, so that no two blocks share."""
         return max(120 * 1024, 1024 + self.staging + self.staging_bytes)
+
+
+PLAIN = Shape(0)  # of kernels that stream nothing
 
 
 def shape_of(operators: Sequence[str], slots: int) -> Shape:

@@ -110,6 +110,10 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         # --- global memory, wide; .cg: from L2, where other blocks' writes are
         ("load_l2", "ld.global.cg.f32 $0, [$1];", "f", "l", _MEMORY, "an f32 that another block wrote"),
         ("load_l2_4", "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", _MEMORY, "four of them"),
+        (
+            "load_l2_4_once", "ld.global.cg.L2::cache_hint.v4.f32 {$0, $1, $2, $3}, [$4], $5;", "ffff", "ll", _MEMORY,
+            "four of them with a cache policy",
+        ),
         ("load_l2_32", "ld.global.cg.u32 $0, [$1];", "r", "l", _MEMORY, "an i32 that another block wrote"),
         ("load_constant_4", "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", _PLACED, "four never written"),
         ("store_1", "st.global.f32 [$0], $1;", "", "lf", _MEMORY, "an f32"),
@@ -142,6 +146,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         ("shared_load_32", "ld.shared.u32 $0, [$1];", "r", "r", _MEMORY, "an i32"),
         ("shared_store", "st.shared.f32 [$0], $1;", "", "rf", _MEMORY, "an f32"),
         ("shared_store_2", "st.shared.v2.f32 [$0], {$1, $2};", "", "rff", _MEMORY, "two f32"),
+        ("shared_store_4", "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "", "rffff", _MEMORY, "four f32"),
         ("shared_store_32", "st.shared.u32 [$0], $1;", "", "rr", _MEMORY, "an i32"),
         # --- asynchronous copies and the barriers in shared memory that count their bytes
         ("mbarrier_init", "mbarrier.init.shared.b64 [$0], $1;", "", "rr", _MEMORY, "a barrier of so many arrivals"),
@@ -215,6 +220,8 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         ),
         # --- arithmetic
         ("fma", "fma.rn.f32 $0, $1, $2, $3;", "f", "fff", _PURE, "a * b + c, rounded once"),
+        ("quotient", "div.s32 $0, $1, $2;", "r", "rr", _PURE, "cut towards 0; numba would divide i64"),
+        ("advanced", "mad.wide.s32 $0, $1, $2, $3;", "l", "rrl", _PURE, "the third, an address, and a product of two"),
         ("maximum", "max.f32 $0, $1, $2;", "f", "ff", _PURE, "the larger; of a number and NaN the number"),
         ("exp2", "ex2.approx.ftz.f32 $0, $1;", "f", "f", _PURE, "2^x, error below 2 units of the last place"),
         ("log2", "lg2.approx.f32 $0, $1;", "f", "f", _PURE, "log2 x"),

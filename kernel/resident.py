@@ -241,7 +241,7 @@ def make_wave(operators: Sequence[str], shape: Shape) -> Any:
     It takes and returns the consumers' place in the ring.
     """
     names = [name.partition("@")[0] for name in operators]
-    plain = {c: block_body(n) for c, n in enumerate(operators) if names[c] not in STREAMED}
+    plain = {c: block_body(n, shape) for c, n in enumerate(operators) if names[c] not in STREAMED}
     arguments = "record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch"
     dispatch = switch("dispatch", plain, arguments)
     consume = make_consume(names, shape)

@@ -1,0 +1,146 @@
+"""Block-wide bodies of the GPU against the CPU kernel: an operator each, at small, odd and full sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.kernel.one_operator import Case, apart, beat, case, compiled, results, start
+from wpk.ir.types import f32, i32
+from wpk.kernel.cpu import CpuKernel
+from wpk.kernel.cubin import can_build
+from wpk.kernel.layout import STAMPS
+
+TOLERANCE = 1e-5  # of the root mean square of a result: sums of another order, exponentials of another rounding
+
+
+def attention(
+    heads: int, groups: int, width: int, rows: int, slots: int = 5, position: int = 3, out: int | None = None
+) -> Case:  # fmt: skip
+    cache = f32(rows, groups, width), f32(rows, groups, out or width)
+    return case(
+        "attention", ("input", f32(heads, width)), *[("state", t) for t in cache], ("input", i32()),
+        slots=slots, highest=position, scale=width**-0.5,
+    )  # fmt: skip
+
+
+CASES: dict[str, Case] = {
+    "speech": attention(32, 32, 72, 129, 7, position=140),
+    "a head of one piece": attention(3, 3, 4, 50, position=49),
+    "heads of two widths": attention(6, 3, 64, 33, position=32, out=96),
+    "grouped heads": attention(12, 2, 80, 70, position=69),
+    "wide heads": attention(2, 2, 128, 41, 9, position=40),
+    "one head a warp": attention(2, 1, 384, 20, position=19),
+    "heads wider than a warp takes": attention(2, 1, 420, 12, position=11),
+    "a width that is no multiple of four": attention(4, 2, 30, 47, position=46),
+    "first row": attention(8, 8, 72, 40, position=0),
+}
+FULL: dict[str, Case] = {
+    "speech of 56": attention(32, 32, 72, 1537, 56, position=1536),
+}
+
+
+def sessions(slots: int) -> dict[int, int]:
+    """Slot -> session, some slots vacant."""
+    return {slot: 11 + slot for slot in range(slots) if slots == 1 or slot % 4 != 2}
+
+
+def of_both(one: Case, tolerance: float = TOLERANCE) -> None:
+    """The GPU kernel's results are the CPU kernel's, twice the same bits, in any slot and company, however cut."""
+    from wpk.kernel.cuda import CudaKernel
+
+    who = sessions(one.slots)
+    wanted = results(CpuKernel, one, who, beats=2)
+    found = results(CudaKernel, one, who, beats=2)
+    worst = 0.0
+    for ours, theirs in zip(found, wanted, strict=True):
+        for slot in who:
+            for result, (y, same) in enumerate(zip(ours[slot], theirs[slot], strict=True)):
+                worst = max(worst, apart(y, same))
+                assert worst <= tolerance, (slot, result, worst)
+    print(f"\n{one.operator} {[str(t) for t in one.types]}: at most {worst:.1e} apart")
+    assert bits(results(CudaKernel, one, who, beats=2)) == bits(found)
+    fine = results(CudaKernel, dataclasses.replace(one, fine=True), who, beats=2)
+    assert bits(fine) == bits(found)
+    last = max(who)
+    for slot in (0, one.slots - 1):
+        alone = results(CudaKernel, one, {slot: who[last]}, beats=2)
+        assert [r[slot][0].tobytes() for r in alone] == [r[last][0].tobytes() for r in found]
+
+
+def bits(rows: list[dict[int, list[np.ndarray]]]) -> list[bytes]:
+    return [y.tobytes() for row in rows for slot in sorted(row) for y in row[slot]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_body_gives_what_the_cpu_gives(name: str) -> None:
+    of_both(CASES[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FULL)
+def test_a_body_gives_what_the_cpu_gives_at_full_size(name: str) -> None:
+    of_both(FULL[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_are_one_phase_of_their_operator(name: str) -> None:
+    one = CASES[name]
+    for each in (one, dataclasses.replace(one, fine=True)):
+        program = compiled(each).program
+        assert f"{one.operator}@1" in program.operators
+    who = sessions(one.slots)
+    rows = results(CpuKernel, one, who)
+    assert all(np.isfinite(y).all() for slot in who for y in rows[0][slot])
+
+
+def microseconds(one: Case, beats: int = 12) -> float:
+    """Of the wave that has the operator, from the first block's start to the last one's end: the median of beats."""
+    from wpk.kernel.cuda import CudaKernel
+
+    who = {slot: slot for slot in range(one.slots)}
+    kernel = start(CudaKernel, one, who, trace=True)
+    try:
+        program = kernel.program
+        code = program.operators.index(f"{one.operator}@1")
+        wave = next(int(t["wave"]) for t in program.tasks if program.payloads[t["payload"]]["opcode"] == code)
+        times = []
+        for number in range(beats):
+            beat(kernel, one, who, number)
+            marks = kernel.trace()[wave].reshape(-1, STAMPS)
+            times.append((marks[:, STAMPS - 1].max() - marks[:, 0].min()) / 1e3)
+        return float(np.median(times))
+    finally:
+        kernel.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_attention_runs_at_the_speed_of_memory() -> None:
+    one = FULL["speech of 56"]
+    size = sum(t.bytes for t in one.types[1:3]) * one.slots
+    us = microseconds(full_cache(one))
+    print(f"\nattention of {one.slots} sessions: {us:.1f} us, {size / us / 1e6:.2f} TB/s")
+    assert size / us / 1e6 > 2.5
+
+
+def full_cache(one: Case) -> Case:
+    """The same with a position beyond the cache in every session: all of its rows are read."""
+    return dataclasses.replace(one, least=1 << 20, highest=1 << 20)
+
+
+@pytest.mark.skipif(not can_build(), reason="numba-cuda or ptxas is not installed")
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", sorted({one.operator for one in CASES.values()}))
+def test_a_body_fits_registers(operator: str) -> None:
+    from tests.kernel.test_cubin import PLAIN
+    from wpk.kernel.cubin import build_cubin
+    from wpk.registry.settings import settings
+
+    made = build_cubin((f"{operator}@1",), settings().kernels)
+    print(f"{operator}: {made.registers} registers, {made.spill_bytes} bytes spilled, {len(made.image)} bytes")
+    assert made.registers <= PLAIN.registers
