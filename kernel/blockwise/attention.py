@@ -162,8 +162,8 @@ def make_attention(shape: Shape) -> Any:
                     for m in range(PIECES):
                         column = i32(i32(4) * i32(member + lanes * i32(m)))
                         if column < out_width:
-                            at = i32(base + i32(workspace + SUMS) + i32(own_row * out_width + column) * i32(4))
-                            ptx.shared_store_4(at, sums[4 * m], sums[4 * m + 1], sums[4 * m + 2], sums[4 * m + 3])
+                            to = i32(base + i32(workspace + SUMS) + i32(own_row * out_width + column) * i32(4))
+                            ptx.shared_store_4(to, sums[4 * m], sums[4 * m + 1], sums[4 * m + 2], sums[4 * m + 3])
                 ptx.barrier()
                 out = address(record, 0, 4, slot) + 4 * i64(first) * i64(out_width)
                 merge(out_width, out, min(at_once, i32(head_hi - first)), at_once, base)

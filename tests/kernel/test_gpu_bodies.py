@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cubin import can_build
 from wpk.kernel.layout import STAMPS
 
+Results = dict[int, list[np.ndarray]]  # of each slot
 TOLERANCE = 1e-5  # of the root mean square of a result: sums of another order, exponentials of another rounding
 
 
@@ -47,20 +49,26 @@ def sessions(slots: int) -> dict[int, int]:
     return {slot: 11 + slot for slot in range(slots) if slots == 1 or slot % 4 != 2}
 
 
-def of_both(one: Case, tolerance: float = TOLERANCE) -> None:
-    """The GPU kernel's results are the CPU kernel's, twice the same bits, in any slot and company, however cut."""
-    from wpk.kernel.cuda import CudaKernel
-
+def compared(kind: type[Any], one: Case, beats: int = 1) -> list[Results]:
+    """Results of that kernel, which are those of the CPU's."""
     who = sessions(one.slots)
-    wanted = results(CpuKernel, one, who, beats=2)
-    found = results(CudaKernel, one, who, beats=2)
+    wanted, found = (results(each, one, who, beats) for each in (CpuKernel, kind))
     worst = 0.0
     for ours, theirs in zip(found, wanted, strict=True):
         for slot in who:
             for result, (y, same) in enumerate(zip(ours[slot], theirs[slot], strict=True)):
                 worst = max(worst, apart(y, same))
-                assert worst <= tolerance, (slot, result, worst)
+                assert worst <= TOLERANCE, (slot, result, worst)
     print(f"\n{one.operator} {[str(t) for t in one.types]}: at most {worst:.1e} apart")
+    return found
+
+
+def of_both(one: Case) -> None:
+    """The GPU kernel's results are the CPU kernel's, twice the same bits, in any slot and company, however cut."""
+    from wpk.kernel.cuda import CudaKernel
+
+    who = sessions(one.slots)
+    found = compared(CudaKernel, one, beats=2)
     assert bits(results(CudaKernel, one, who, beats=2)) == bits(found)
     fine = results(CudaKernel, dataclasses.replace(one, fine=True), who, beats=2)
     assert bits(fine) == bits(found)
@@ -70,8 +78,17 @@ def of_both(one: Case, tolerance: float = TOLERANCE) -> None:
         assert [r[slot][0].tobytes() for r in alone] == [r[last][0].tobytes() for r in found]
 
 
-def bits(rows: list[dict[int, list[np.ndarray]]]) -> list[bytes]:
+def bits(rows: list[Results]) -> list[bytes]:
     return [y.tobytes() for row in rows for slot in sorted(row) for y in row[slot]]
+
+
+@pytest.mark.skipif(not can_build(), reason="numba-cuda is not installed")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_threads_in_python_give_what_the_cpu_gives(name: str) -> None:
+    from tests.kernel.emulator import EmulatedKernel
+
+    compared(EmulatedKernel, CASES[name])
 
 
 @pytest.mark.gpu
