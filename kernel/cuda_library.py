@@ -322,6 +322,13 @@ def block_body(name: str, shape: Shape = PLAIN) -> Any:
     return _by_threads(shared.function)
 
 
+def threads_body(operator: str, version: int) -> Any:
+    """The body of an operator where each thread does what a CPU's would, part by part: slow, but for any sizes."""
+    shared = LIBRARY.body(operator, version, "cpu")
+    assert shared is not None
+    return _by_threads(shared.function)
+
+
 def _by_threads(function: Callable[..., None]) -> Any:
     """A block's body out of one thread's: each thread takes single parts of single slots."""
     inner = device(rebind(function))

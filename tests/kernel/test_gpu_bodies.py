@@ -17,6 +17,8 @@ from wpk.kernel.layout import STAMPS
 Results = dict[int, list[np.ndarray]]  # of each slot
 TOLERANCE = 1e-5  # of the root mean square of a result: sums of another order, exponentials of another rounding
 
+SAME_BITS = {"layer_norm", "rms_norm"}  # as the CPU kernel's
+
 
 def attention(
     heads: int, groups: int, width: int, rows: int, slots: int = 5, position: int = 3, out: int | None = None
@@ -26,6 +28,15 @@ def attention(
         "attention", ("input", f32(heads, width)), *[("state", t) for t in cache], ("input", i32()),
         slots=slots, highest=position, scale=width**-0.5,
     )  # fmt: skip
+
+
+def layer_norm(rows: int, width: int, slots: int = 5, bias: bool = True) -> Case:
+    weights = [("weight", f32(width))] * (1 + bias)
+    return case("layer_norm", ("input", f32(rows, width)), *weights, slots=slots)
+
+
+def rms_norm(rows: int, width: int, slots: int = 5, offset: float = 1.0) -> Case:
+    return case("rms_norm", ("input", f32(rows, width)), ("weight", f32(width)), slots=slots, offset=offset)
 
 
 CASES: dict[str, Case] = {
@@ -38,9 +49,21 @@ CASES: dict[str, Case] = {
     "heads wider than a warp takes": attention(2, 1, 420, 12, position=11),
     "a width that is no multiple of four": attention(4, 2, 30, 47, position=46),
     "first row": attention(8, 8, 72, 40, position=0),
+    "rows of two blocks": layer_norm(1, 1024),
+    "many short rows": layer_norm(63, 72, 6),
+    "more rows than a tile": layer_norm(41, 384, 3),
+    "rows of an odd width": layer_norm(3, 1531, 3, bias=False),
+    "rows of one": layer_norm(5, 1, 3),
+    "rows of many blocks": rms_norm(2, 4484, 3),
+    "rows wider than a tile": layer_norm(2, 10001, 2),
+    "rows of three blocks": rms_norm(2, 1152, 7, offset=0.0),
+    "short rows": rms_norm(32, 72, 7),
+    "rows of three": rms_norm(7, 3, 2),
 }
 FULL: dict[str, Case] = {
     "speech of 56": attention(32, 32, 72, 1537, 56, position=1536),
+    "frames of a codec": layer_norm(441, 384, 56),
+    "rows of 112": rms_norm(2, 1152, 112),
 }
 
 
@@ -58,6 +81,7 @@ def compared(kind: type[Any], one: Case, beats: int = 1) -> list[Results]:
         for slot in who:
             for result, (y, same) in enumerate(zip(ours[slot], theirs[slot], strict=True)):
                 worst = max(worst, apart(y, same))
+                assert one.operator not in SAME_BITS or y.tobytes() == same.tobytes(), (slot, result, worst)
                 assert worst <= TOLERANCE, (slot, result, worst)
     print(f"\n{one.operator} {[str(t) for t in one.types]}: at most {worst:.1e} apart")
     return found
