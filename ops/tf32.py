@@ -134,7 +134,7 @@ class Tf32Matmul(Operator):
     rows: int = attr(ROWS[0])
     activation: str = attr("none")
     roles: int = attr(0)
-    semantic_parameters: ClassVar = {6: range(len(ACTIVATIONS))}
+    semantic_parameters: ClassVar = {6: range(len(ACTIVATIONS)), 7: ROWS}
 
     def results(self, dims: Dims) -> tuple[Type, ...]:
         size = dims.like("x").size
@@ -198,12 +198,11 @@ class Tf32Matmul(Operator):
 
     @classmethod
     def legal(cls, parameters: Sequence[int], operands: int, present: Sequence[bool]) -> str | None:
-        n, k, shares, frames, step, size, _, rows, roles = parameters
+        n, k, shares, frames, step, size, _, _, roles = parameters
         there = [bit for bit, place in ((BIAS, 2), (RESIDUAL, 3)) if place < operands and present[place]]
         return first_broken(
             *common(cls, parameters, present, words=9, sizes=6, operands=5, optional=(2, 3)),
             *product_rules(n, k, shares, frames, step, size),
-            (f"rows of {' or '.join(map(str, ROWS))}", rows in ROWS),
             ("the operands that the roles name", roles == sum(there)),
         )
 

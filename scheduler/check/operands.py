@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 from wpk.ops.operator import Extent, Operator
@@ -94,45 +93,22 @@ def _uncovered(
             if not inside or (run.rows > 1 and run.pitch < run.length):
                 return f"parts {lo}:{hi} of {count} write {run} of {length} bytes"
     runs = [run for several in by_range[2:] for run in several]
-    pitch = _pitch(runs, length)
-    if pitch:
-        # Rows that all begin and end in the same rectangles are covered alike.
-        edges = sorted(
-            {0, length // pitch, *(e for r in runs for e in (r.offset // pitch, r.offset // pitch + r.rows))}
-        )
-        for first, last in pairwise(edges):
-            intervals = [
-                (r.offset % pitch, r.offset % pitch + r.length)
-                for r in runs
-                if r.offset // pitch <= first and last <= r.offset // pitch + r.rows
-            ]
-            if wrong := _gap(intervals, pitch, first * pitch):
-                return wrong
-        return ""
-    if sum(r.rows for r in runs) > MOST_RUNS:
+    shape = {(r.rows, r.pitch) for r in runs}
+    if len(shape) == 1 and runs[0].rows > 1 and runs[0].rows * runs[0].pitch == length:
+        intervals, whole = [(r.offset, r.offset + r.length) for r in runs], runs[0].pitch
+    elif sum(r.rows for r in runs) > MOST_RUNS:
         return f"more than {MOST_RUNS} runs of bytes"
-    return _gap(
-        [(r.offset + k * r.pitch, r.offset + k * r.pitch + r.length) for r in runs for k in range(r.rows)], length
-    )
-
-
-def _pitch(runs: Sequence[Extent], length: int) -> int:
-    """The bytes of a row where all runs are rectangles in rows of one length; 0 where they are not."""
-    pitches = {r.pitch for r in runs if r.rows > 1}
-    pitch = pitches.pop() if len(pitches) == 1 else 0
-    return pitch if pitch and length % pitch == 0 and all(r.offset % pitch + r.length <= pitch for r in runs) else 0
-
-
-def _gap(intervals: Sequence[tuple[int, int]], whole: int, start: int = 0) -> str:
-    """What is wrong where these do not cover [0, whole) once, or nothing. start: the byte that 0 stands for."""
+    else:
+        intervals = [(r.offset + k * r.pitch, r.offset + k * r.pitch + r.length) for r in runs for k in range(r.rows)]
+        whole = length
     at = 0
     for lo, hi in sorted(intervals):
         if lo < at:
-            return f"bytes {start + lo}:{start + min(at, hi)} are written by two parts"
+            return f"bytes {lo}:{min(at, hi)} are written by two parts"
         if lo > at:
-            return f"bytes {start + at}:{start + lo} are written by no part"
+            return f"bytes {at}:{lo} are written by no part"
         at = hi
-    return "" if at == whole else f"bytes {start + at}:{start + whole} are written by no part"
+    return "" if at == whole else f"bytes {at}:{whole} are written by no part"
 
 
 def references(facts: Facts) -> Iterator[str]:
