@@ -69,8 +69,9 @@ def lower_beat(
     if steps > 1:
         beat = merge(beat, library, target, capacity)
         show("merge", beat)
-    beat = use_tensor_cores(beat, library, target, capacity)
-    show("tensor_cores", beat)
+    if target.kind == "cuda":
+        beat = use_tensor_cores(beat, library, target, capacity)
+        show("tensor_cores", beat)
     lowered = lower(beat)
     show("lower", lowered)
     return lowered

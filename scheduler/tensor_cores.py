@@ -26,11 +26,11 @@ ALIGNMENT = 4 * ALIGNED  # bytes of what a GPU's copy engine can address
 
 
 def use_tensor_cores(graph: Graph, library: Library, target: Target, capacity: int | None = None) -> Graph:
-    """The beat with its products on tensor cores, where the target has some for them.
+    """The beat of a target that has tensor cores, with products on them.
 
     capacity: sessions, for which weights are cut; None: as many as fill half a tile.
     """
-    if target.kind != "cuda" or not any(_may_be_tf32(node) for node in graph.nodes):
+    if not any(_may_be_tf32(node) for node in graph.nodes):
         return graph
     return _Products(graph, library, target, capacity or TILE_SLOTS // 2).run()
 

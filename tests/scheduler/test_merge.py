@@ -139,15 +139,15 @@ graph "g" {
   weight %1: f32[4,4] "b"
   %2: f32[1,4,16] = pack_panels@1(%0)
   %3: f32[1,4,16] = pack_panels@1(%1)
-  %5: f32[1,4] = matmul@1(%4, %2) {activation="relu", frames=1, k=4, n=4, pad=0, roles=0, step=4}
+  %5: f32[1,4] = matmul@1(%4, %2) {activation="relu", frames=1, k=4, n=4, pad=0, products="f32", roles=0, step=4}
   %6: f32[4] = reshape@1(%5) {shape=(4,)}
   %7: f32[4] = tanh@1(%6)
-  %8: f32[1,4] = matmul@1(%7, %3) {activation="none", frames=1, k=4, n=4, pad=0, roles=0, step=4}
+  %8: f32[1,4] = matmul@1(%7, %3) {activation="none", frames=1, k=4, n=4, pad=0, products="f32", roles=0, step=4}
   %9: f32[4] = reshape@1(%8) {shape=(4,)}
-  %11: f32[1,4] = matmul@1(%10, %2) {activation="relu", frames=1, k=4, n=4, pad=0, roles=0, step=4}
+  %11: f32[1,4] = matmul@1(%10, %2) {activation="relu", frames=1, k=4, n=4, pad=0, products="f32", roles=0, step=4}
   %12: f32[4] = reshape@1(%11) {shape=(4,)}
   %13: f32[4] = tanh@1(%12)
-  %14: f32[1,4] = matmul@1(%13, %3) {activation="none", frames=1, k=4, n=4, pad=0, roles=0, step=4}
+  %14: f32[1,4] = matmul@1(%13, %3) {activation="none", frames=1, k=4, n=4, pad=0, products="f32", roles=0, step=4}
   %15: f32[4] = reshape@1(%14) {shape=(4,)}
   output %9 "y@0"
   output %15 "y@1"
@@ -163,9 +163,9 @@ graph "g" {
   %3: f32[1,4,16] = pack_panels@1(%1)
   %6: f32[8] = concat@1(%4, %5) {axis=0}
   %7: f32[2,4] = reshape@1(%6) {shape=(2, 4)}
-  %8: f32[2,4] = matmul@1(%7, %2) {activation="relu", frames=2, k=4, n=4, pad=0, roles=0, step=4}
+  %8: f32[2,4] = matmul@1(%7, %2) {activation="relu", frames=2, k=4, n=4, pad=0, products="f32", roles=0, step=4}
   %13: f32[2,4] = tanh@1(%8)
-  %18: f32[2,4] = matmul@1(%13, %3) {activation="none", frames=2, k=4, n=4, pad=0, roles=0, step=4}
+  %18: f32[2,4] = matmul@1(%13, %3) {activation="none", frames=2, k=4, n=4, pad=0, products="f32", roles=0, step=4}
   %19: f32[1,4] = slice@1(%18) {axis=0, start=0, stop=1}
   %20: f32[1,4] = slice@1(%18) {axis=0, start=1, stop=2}
   %21: f32[4] = reshape@1(%19) {shape=(4,)}
@@ -427,7 +427,12 @@ def _two_operands(g: GraphBuilder) -> None:
 
 def _weight_added(g: GraphBuilder) -> None:
     weights = g.op("pack_panels", g.weight("w", f32(C, C))), g.weight("r", f32(1, C))
-    g.output("y", g.op("matmul", g.input("x", f32(C)), *weights, n=C, k=C, frames=1, step=C, pad=0, roles=RESIDUAL))
+    g.output(
+        "y",
+        g.op(
+            "matmul", g.input("x", f32(C)), *weights, n=C, k=C, frames=1, step=C, pad=0, products="f32", roles=RESIDUAL
+        ),
+    )
 
 
 def _no_weights(g: GraphBuilder) -> None:
