@@ -16,7 +16,7 @@ from wpk.ir.text import print_graph
 from wpk.ir.types import bf16, f32
 from wpk.scheduler.cost import phase_seconds
 from wpk.scheduler.phases import Lowered, Phase
-from wpk.scheduler.place import EVEN, Task, _runs, _sweep, place, predicted_seconds, split
+from wpk.scheduler.place import EVEN, Task, _pieces, _runs, _sweep, place, predicted_seconds, split
 from wpk.scheduler.program import Role
 from wpk.scheduler.target import TARGETS, Target, find_target
 from wpk.scheduler.waves import assign_waves
@@ -178,6 +178,17 @@ def test_runs_cover_all_once_and_differ_by_one_at_most(parts: int, slots: int, s
     found = Counter((s, p) for share in made for rows, columns in share for s in range(*rows) for p in range(*columns))
     assert found == Counter(itertools.product(range(slots), range(parts)))
     sizes = [sum((s[1] - s[0]) * (p[1] - p[0]) for s, p in share) for share in made]
+    assert max(sizes) - min(sizes) <= 1 and all(len(share) <= 3 for share in made)
+
+
+@given(st.integers(1, 60), st.integers(1, 300), st.integers(1, 64), st.integers(1, 140))
+def test_pieces_of_work_are_not_cut_and_shared_out_evenly(parts: int, slots: int, grain: int, wanted: int) -> None:
+    made = _pieces(parts, slots, grain, wanted)
+    found = Counter((s, p) for share in made for rows, columns in share for s in range(*rows) for p in range(*columns))
+    assert found == Counter(itertools.product(range(slots), range(parts)))
+    assert all(lo % grain == 0 and (hi % grain == 0 or hi == slots) for share in made for (lo, hi), _ in share)
+    sizes = [sum(-(-(s[1] - s[0]) // grain) * (p[1] - p[0]) for s, p in share) for share in made]
+    assert len(made) == min(wanted, parts * -(-slots // grain))
     assert max(sizes) - min(sizes) <= 1 and all(len(share) <= 3 for share in made)
 
 
