@@ -15,7 +15,7 @@ from wpk.kernel.cubin import can_build
 from wpk.kernel.layout import STAMPS
 
 Results = dict[int, list[np.ndarray]]  # of each slot
-TOLERANCE = 1e-5  # of the root mean square of a result: sums of another order, exponentials of another rounding
+TOLERANCE = 2e-5  # of the root mean square of a result: sums of another order, exponentials of another rounding
 
 SAME_BITS = {"layer_norm", "rms_norm"}  # as the CPU kernel's
 
