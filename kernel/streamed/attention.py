@@ -45,7 +45,7 @@ def make_consume() -> Any:
         thread = i32(ptx.thread_index())
         warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
         shared_by = i32(heads // groups)  # query heads of a group
-        item, start, pitch, ending = i32(ring), next_place(ring, base), stage_bytes(ring), ring_end(record, base)
+        item, start, size, ending = i32(ring), next_place(ring, base), stage_bytes(ring), ring_end(record, base)
         works = warp < groups
         head = i32(lane >> i32(2))  # of the group: this lane's row of the scores
         pair = i32((lane & i32(3)) * i32(2))
@@ -127,7 +127,7 @@ def make_consume() -> Any:
                     if lane == 0:
                         ptx.mbarrier_arrive(i32(base + empty_barrier(item)))
                     item = i32(item + i32(1))
-                    start = i32(start + pitch)
+                    start = i32(start + size)
                     if start == ending:
                         start = i32(base + i32(RING))
                 total += ptx.shuffle_xor(total, i32(1))
