@@ -126,7 +126,7 @@ def packed_tiles(weight: Array, shares: int, splits: int = 0, depth: int = DEPTH
     """
     blocks = _pieces(weight, depth)
     packed = np.empty(blocks.size, blocks.dtype)
-    for place, rows, chunks in _ranges(*weight.shape, shares, splits, depth):
+    for place, rows, chunks in _ranges(weight.shape[0], weight.shape[1], shares, splits, depth):
         part = _part_of(packed, place, chunks, depth)
         for row, piece in itertools.product(range(GROUP), range(PIECES)):
             part[:, :, row, piece ^ row] = blocks[rows, row, chunks, piece].T

@@ -10,6 +10,7 @@ times a tile of x at a time, for which it reads both.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -69,12 +70,12 @@ def shares_of(n: int, frames: int, slots: int, rows: int, blocks: float) -> int:
     A block reads, for every share times tile of x, the share's rows of the weight and the tile's of x, `rows`: that is
     what takes its time. Of equal ones the fewest shares.
     """
-    tiles = frame_tiles(frames, rows) * -(-slots // unit_slots(frames, rows))
+    tiles: int = frame_tiles(frames, rows) * -(-slots // unit_slots(frames, rows))
     groups = n // GROUP
 
-    def busiest(shares: int) -> float:
-        units = shares * tiles
-        return max(1.0, -(-units // blocks)) * (GROUP * -(-groups // shares) + rows)
+    def busiest(shares: int) -> int:
+        units = max(1, math.ceil(shares * tiles / blocks))
+        return units * (GROUP * -(-groups // shares) + rows)
 
     return min(range(least_shares(n), groups + 1), key=lambda shares: (busiest(shares), shares))
 

@@ -49,6 +49,22 @@ def test_bad_applications_are_refused(make, message):
         make(builder())
 
 
+def test_products_are_what_operators_have_that_ask_for_it():
+    g = builder()
+    x, w = g.input("x", f32(4)), g.weight("w", f32(4, 4))
+    with g.products("tf32"):
+        g.op("relu", g.op("linear", x, w))
+        with g.products("f32"):
+            g.op("linear", x, w)
+        g.op("linear", x, w, products="f32")
+        g.output("y", g.op("linear", x, w))
+    g.op("linear", x, w)
+    found = [node.attributes["products"] for node in g.build().nodes if node.op == "linear"]
+    assert found == ["tf32", "f32", "f32", "tf32", "f32"]
+    with pytest.raises(GraphError, match=r"linear: products; wanted f32 \| tf32; found f16"), g.products("f16"):
+        g.op("linear", x, w)
+
+
 def test_values_of_another_graph_are_refused():
     other = builder().input("x", f32(4))
     g = builder()

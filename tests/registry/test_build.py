@@ -157,6 +157,8 @@ def test_an_id_says_what_a_profile_is_of(where: Settings) -> None:
         {"version": 2},
         {"weights": {"synthetic": 8}},
         {"clock": {"sample_rate": 8000, "samples_per_step": 80, "steps_per_beat": 2}},
+        {"precision": {"policy": "tf32"}},
+        {"precision": {"components": {"head": "tf32"}}},
     ],
 )
 def test_another_spec_is_another_profile(changes: dict[str, Any], where: Settings) -> None:

@@ -42,6 +42,21 @@ def test_the_floor_of_one_linear_layer() -> None:
     assert found.bandwidth_ms == found.floor_ms == pytest.approx(weights / 1e6 * 1e3)
 
 
+def test_products_in_tf32_count_at_their_rate_on_a_gpu() -> None:
+    target = find_target("h200")
+    found = {}
+    for products in ("f32", "tf32"):
+        g = builder()
+        with g.products(products):
+            g.output("y", g.op("linear", g.input("x", f32(2, 1024)), g.weight("w", f32(1024, 1024))))
+        found[products] = compile_graph(g.build(), SELECTION, target, capacity=56).floor
+    flops = 56 * 2 * 2 * 1024 * 1024
+    assert found["tf32"].flops == {"bf16": 0, "tf32": flops, "f32": 0}
+    assert found["f32"].flops == {"bf16": 0, "tf32": 0, "f32": flops}
+    assert found["tf32"].compute_ms == pytest.approx(1e3 * flops / target.flops["tf32"])
+    assert found["tf32"].bytes == found["f32"].bytes
+
+
 def test_state_is_read_once_and_written_once_however_many_steps_a_beat_has() -> None:
     g = builder()
     h = g.op("add", g.register("h", f32(250)), g.input("x", f32(250)))

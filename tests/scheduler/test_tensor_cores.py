@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.graphs import SELECTION, Weights, agree, builder, compiled, executed
+from tests.zoo.specs import chain, small
 from wpk.ir.graph import Graph, GraphBuilder, Node, Value
 from wpk.ir.types import f32
 from wpk.ops.legal import first_broken
@@ -20,6 +21,8 @@ from wpk.scheduler.phases import Lowered
 from wpk.scheduler.rewrite import expand
 from wpk.scheduler.target import find_target
 from wpk.scheduler.tensor_cores import shares_of, use_tensor_cores, why_not
+from wpk.zoo.build import build_graph
+from wpk.zoo.spec import ModelSpec
 
 H200 = find_target("h200")
 Build = Callable[[GraphBuilder], Value]
@@ -163,6 +166,31 @@ def test_it_gives_what_f32_gives_nearly(what: str, slots: int) -> None:
     found, wanted = (executed(graph, weights, slots, 2, target) for target in ("h200", "cpu"))
     assert any(name.startswith("tf32_matmul@") for name in found.kernel.program.operators)
     agree(graph, found, wanted, slots=slots, steps=2, beats=2, tolerance=CLOSE)
+
+
+UPSAMPLER = {"kind": "convnext_upsampler", "channels": [24, 16, 8], "rates": [3, 2, 4], "blocks": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "taken"),
+    [
+        (lambda precision: ModelSpec.from_data(small(precision=precision)), {"lstm", "head"}),
+        (
+            lambda precision: chain([UPSAMPLER], {"latent": "f32[24]"}, "f32[24,8]", precision=precision),
+            {"convnext_upsampler"},
+        ),
+    ],
+)
+def test_a_model_under_tf32_gives_what_it_gives_in_f32_nearly(
+    make: Callable[[dict[str, str]], ModelSpec], taken: set[str]
+) -> None:
+    """On the same CPU kernel: the program for a GPU against that of the f32 model for a CPU."""
+    graphs = {policy: build_graph(make({"policy": policy})) for policy in ("f32", "tf32")}
+    phases = lowered(graphs["tf32"], steps=2).phases
+    assert {p.label.partition(".")[0] for p in phases if p.operator.name == "tf32_matmul"} == taken
+    weights = weights_of(graphs["f32"])
+    found, wanted = executed(graphs["tf32"], weights, 5, 2, "h200"), executed(graphs["f32"], weights, 5, 2)
+    agree(graphs["f32"], found, wanted, slots=5, steps=2, beats=2, tolerance=CLOSE)
 
 
 @pytest.mark.parametrize("what", TAKEN)

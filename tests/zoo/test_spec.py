@@ -10,6 +10,7 @@ import pytest
 from tests.zoo.specs import SMALL, chain, small
 from wpk.ir.errors import SpecError
 from wpk.ir.types import f32
+from wpk.zoo.build import build_graph, expected_tensors
 from wpk.zoo.component import installed_kinds
 from wpk.zoo.spec import ModelSpec
 from wpk.zoo.tensors import TensorRef
@@ -352,6 +353,17 @@ def test_a_component_may_have_a_precision_of_its_own() -> None:
         "audio_window": "bf16", "spectrum": "bf16", "magnitude": "bf16", "log": "bf16", "lstm": "bf16", "head": "f32",
     }  # fmt: skip
     assert ModelSpec.from_yaml(spec.to_yaml()) == spec
+
+
+def test_under_tf32_weights_are_f32_and_their_products_may_be_tf32() -> None:
+    spec = ModelSpec.from_data(small(precision={"components": {"head": "tf32"}}))
+    assert ModelSpec.from_yaml(spec.to_yaml()) == spec
+    assert expected_tensors(spec) == expected_tensors(ModelSpec.from_data(small()))
+    graph = build_graph(spec)
+    found = {node.op: node.attributes["products"] for node in graph.nodes if "products" in node.attributes}
+    assert found == {"lstm": "f32", "linear": "tf32"}
+    whole = build_graph(ModelSpec.from_data(small(precision={"policy": "tf32"})))
+    assert {node.attributes["products"] for node in whole.nodes if "products" in node.attributes} == {"tf32"}
 
 
 @pytest.mark.parametrize(
