@@ -6,7 +6,7 @@ must be replaced, else the same source, copied in the same way. So what an opera
 
 A body written for one CPU thread runs in every thread of a block, on one part of one session at a time; a part is an
 independent piece by contract. Where parts are cut into chunks of elements only to suit a CPU's registers, the
-constant that says how many is 1 here: neighbouring threads then take neighbouring elements.
+constant that says how many is smaller here, mostly 1: neighbouring threads then take neighbouring elements.
 """
 
 from __future__ import annotations
@@ -30,16 +30,22 @@ from wpk.ops import blockwise, math32, memory, payload, simd, vector
 from wpk.ops.operator import LIBRARY
 
 PACKAGE = "wpk."
+COPIES = 4  # of 16 bytes that a thread has under way where it copies
+COPIED = 4 * COPIES  # words of them
 
-# The module constant that says how many elements a part is; 1 on the GPU.
+# The module constant that says how many elements a part is; on the GPU fewer: 1, or what is made at a time.
 _GRAINS = {
-    "wpk.ops.elementwise": "CHUNK",
-    "wpk.ops.recurrent": "CELL_BLOCK",
-    "wpk.ops.streaming": "BLOCK",
-    "wpk.ops.words": "CHUNK",
+    "wpk.ops.codebooks": ("COLUMNS", 1),
+    "wpk.ops.elementwise": ("CHUNK", 1),
+    "wpk.ops.index": ("COLUMNS", 1),
+    "wpk.ops.overlap": ("BLOCK", 1),
+    "wpk.ops.philox": ("NUMBERS_OF_A_PART", 4),
+    "wpk.ops.recurrent": ("CELL_BLOCK", 1),
+    "wpk.ops.streaming": ("BLOCK", 1),
+    "wpk.ops.words": ("CHUNK", 1),
 }
 _CONSTANTS: dict[str, dict[str, int]] = {
-    **{module: {name: 1} for module, name in _GRAINS.items()},
+    **{module: {name: size} for module, (name, size) in _GRAINS.items()},
     "wpk.ops.vector": {"CHUNK": SCRATCH_WORDS},
 }
 _CONSTANTS["wpk.ops.streaming"]["CHUNK"] = SCRATCH_WORDS
@@ -189,6 +195,39 @@ def _thread_count():
     return np.int64(THREADS)
 
 
+@device
+def _divided(a, b):
+    return np.int64(ptx.quotient(np.int32(a), np.int32(b)))
+
+
+@device
+def _wait():
+    ptx.barrier()
+
+
+@device
+def _copy_words(target, source, words):
+    """Many words under way: 16 bytes at a time where both addresses allow it."""
+    held = cuda.local.array(COPIED, types.float32)
+    thread = np.int64(ptx.thread_index())
+    if (target | source) & 15 == 0 and words & 3 == 0:
+        for first in range(thread, words >> 2, THREADS * COPIES):
+            for k in range(COPIES):
+                at = source + 16 * min(first + k * THREADS, (words >> 2) - 1)
+                held[4 * k], held[4 * k + 1], held[4 * k + 2], held[4 * k + 3] = ptx.load_l2_4(at)
+            for k in range(COPIES):
+                if first + k * THREADS < words >> 2:
+                    at = target + 16 * (first + k * THREADS)
+                    ptx.store_4(at, held[4 * k], held[4 * k + 1], held[4 * k + 2], held[4 * k + 3])
+    else:
+        for first in range(thread, words, THREADS * COPIED):
+            for k in range(COPIED):
+                held[k] = ptx.load_l2(source + 4 * min(first + k * THREADS, words - 1))
+            for k in range(COPIED):
+                if first + k * THREADS < words:
+                    ptx.store_1(target + 4 * (first + k * THREADS), held[k])
+
+
 _OVERRIDES: dict[Any, Any] = {
     memory.view_f32: _view_f32,
     memory.view_i32: _view_i32,
@@ -209,6 +248,9 @@ _OVERRIDES: dict[Any, Any] = {
     blockwise.thread_index: _thread_index,
     blockwise.thread_count: _thread_count,
     blockwise.multiply_add: ptx.fma,
+    blockwise.divided: _divided,
+    blockwise.wait: _wait,
+    blockwise.copy_words: _copy_words,
 }
 
 
@@ -338,7 +380,8 @@ def _by_threads(function: Callable[..., None]) -> Any:
     def by_threads(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
         first, parts = part_lo * grain, (part_hi - part_lo) * grain
         for unit in range(_thread_index(), (slot_hi - slot_lo) * parts, _thread_count()):
-            slot, part = slot_lo + unit // parts, first + unit % parts
+            turn = _divided(unit, parts)
+            slot, part = slot_lo + turn, first + unit - turn * parts
             if is_live(live, slot):
                 inner(record, arenas, slot, slot + 1, part, part + 1, scratch)
 
@@ -346,6 +389,6 @@ def _by_threads(function: Callable[..., None]) -> Any:
 
 
 def _grain(function: Callable[..., None]) -> int:
-    """Elements of a part, where the body counts them."""
-    name = _GRAINS.get(function.__module__, "")
-    return int(function.__globals__[name]) if name in _names(function.__code__, "LOAD_GLOBAL") else 1
+    """Parts of the GPU's in one of the CPU's."""
+    name, size = _GRAINS.get(function.__module__, ("", 1))
+    return int(function.__globals__[name]) // size if name in _names(function.__code__, "LOAD_GLOBAL") else 1

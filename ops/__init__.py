@@ -3,6 +3,7 @@
 from wpk.ops import (
     attention,
     blockwise,
+    blockwise_windows,
     characters,
     codebooks,
     constants,
@@ -34,7 +35,8 @@ from wpk.ops.operator import LIBRARY, Cost, Operator, attr, body, operand, opera
 
 __all__ = [  # noqa: RUF022
     "LIBRARY", "Cost", "Operator", "attr", "body", "operand", "operator",
-    "attention", "blockwise", "characters", "codebooks", "constants", "conv2d", "elementwise", "filterbank", "index",
-    "kv", "kv_attention", "linear", "mamba", "norm", "overlap", "philox", "recurrent", "reduce", "relative_attention",
-    "rope", "sampling", "scalar_program", "shape", "spectral", "streaming", "tf32", "tiles", "words",
+    "attention", "blockwise", "blockwise_windows", "characters", "codebooks", "constants", "conv2d", "elementwise",
+    "filterbank", "index", "kv", "kv_attention", "linear", "mamba", "norm", "overlap", "philox", "recurrent", "reduce",
+    "relative_attention", "rope", "sampling", "scalar_program", "shape", "spectral", "streaming", "tf32", "tiles",
+    "words",
 ]  # fmt: skip

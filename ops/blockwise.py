@@ -20,6 +20,8 @@ from wpk.ops.payload import address, operand_i32, parameter, present
 from wpk.ops.shape import Concat, Pad, Slice, Transpose
 from wpk.ops.simd import PANEL
 
+RUN = 512  # words of a run of memory that a whole block copies
+
 
 # --- what a body may ask of its block -----------------------------------------------------------------------------
 def thread_index() -> int:
@@ -40,6 +42,22 @@ def multiply_add(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
 def activate(x: np.float32, code: int) -> np.float32:
     """x through the activation with this code of `wpk.ops.simd.ACTIVATIONS`."""
     raise NotImplementedError
+
+
+def divided(a: int, b: int) -> int:
+    """a // b of numbers from 0 to 2^31 - 1: a GPU divides those of 64 bits slowly."""
+    return a // b
+
+
+def wait() -> None:
+    """All threads of the block meet; what they wrote before, they see after it."""
+
+
+def copy_words(target: int, source: int, words: int) -> None:
+    """Copy so many words of four bytes between two addresses, of memory apart, by all threads of the block."""
+    out, values = view_i32(target, words), view_i32(source, words)
+    for i in range(words):
+        out[i] = values[i]
 
 
 def is_live(live, slot):
@@ -90,10 +108,12 @@ def slice_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratc
     outer, row, start, taken = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)
     words = outer * taken
     for unit in range(thread_index(), (slot_hi - slot_lo) * words, thread_count()):
-        slot, at = slot_lo + unit // words, unit % words
+        turn = divided(unit, words)
+        slot, at = slot_lo + turn, unit - turn * words
         if is_live(live, slot):
             x, y = operand_i32(record, arenas, 0, slot, outer * row), operand_i32(record, arenas, 1, slot, words)
-            y[at] = x[at // taken * row + start + at % taken]
+            line = divided(at, taken)
+            y[at] = x[line * row + start + at - line * taken]
 
 
 @body(Concat, targets=("cuda",))
@@ -106,11 +126,23 @@ def concat_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scrat
     for k in range(count):
         width = parameter(record, 2 + k)
         words = outer * width
-        for unit in range(thread_index(), (slot_hi - slot_lo) * words, thread_count()):
-            slot, at = slot_lo + unit // words, unit % words
-            if is_live(live, slot):
-                x = operand_i32(record, arenas, k, slot, words)
-                operand_i32(record, arenas, count, slot, outer * row)[at // width * row + start + at % width] = x[at]
+        if width >= RUN:
+            for slot in range(slot_lo, slot_hi):
+                if is_live(live, slot):
+                    x, y = address(record, arenas, k, slot), address(record, arenas, count, slot) + 4 * start
+                    for line in range(outer):
+                        copy_words(y + 4 * line * row, x + 4 * line * width, width)
+        else:
+            for unit in range(thread_index(), (slot_hi - slot_lo) * words, thread_count()):
+                turn = divided(unit, words)
+                slot, at = slot_lo + turn, unit - turn * words
+                if is_live(live, slot):
+                    x, y = (
+                        operand_i32(record, arenas, k, slot, words),
+                        operand_i32(record, arenas, count, slot, outer * row),
+                    )
+                    line = divided(at, width)
+                    y[line * row + start + at - line * width] = x[at]
         start += width
 
 
@@ -120,12 +152,15 @@ def transpose_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, sc
     s0, s1, s2, s3 = parameter(record, 4), parameter(record, 5), parameter(record, 6), parameter(record, 7)
     words = d0 * d1 * d2 * d3
     for unit in range(thread_index(), (slot_hi - slot_lo) * words, thread_count()):
-        slot, at = slot_lo + unit // words, unit % words
+        turn = divided(unit, words)
+        slot, at = slot_lo + turn, unit - turn * words
         if is_live(live, slot):
             x, y = operand_i32(record, arenas, 0, slot, words), operand_i32(record, arenas, 1, slot, words)
-            m, rest = at % d3, at // d3
-            k, rest = rest % d2, rest // d2
-            y[at] = x[rest // d1 * s0 + rest % d1 * s1 + k * s2 + m * s3]
+            line = divided(at, d3)
+            plane = divided(line, d2)
+            cube = divided(plane, d1)
+            m, k, j = at - line * d3, line - plane * d2, plane - cube * d1
+            y[at] = x[cube * s0 + j * s1 + k * s2 + m * s3]
 
 
 @body(Pad, targets=("cuda",))
@@ -134,9 +169,11 @@ def pad_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch)
     mode = parameter(record, 4)
     words = (before + t + after) * inner
     for unit in range(thread_index(), (slot_hi - slot_lo) * words, thread_count()):
-        slot, at = slot_lo + unit // words, unit % words
+        turn = divided(unit, words)
+        slot, at = slot_lo + turn, unit - turn * words
         if is_live(live, slot):
-            source = at // inner - before
+            line = divided(at, inner)
+            source = line - before
             if mode == 2:
                 source = -source if source < 0 else source
                 source = 2 * (t - 1) - source if source >= t else source
@@ -145,4 +182,4 @@ def pad_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch)
             x = view_i32(address(record, arenas, 0, slot), t * inner)
             y = view_i32(address(record, arenas, 1, slot), words)
             inside = 0 <= source < t
-            y[at] = x[source * inner + at % inner] if inside else INT(0)
+            y[at] = x[source * inner + at - line * inner] if inside else INT(0)

@@ -25,6 +25,7 @@ from wpk.ops.payload import ABSENT, ARENA_SHIFT, OFFSET_MASK, Arena
 from wpk.scheduler.program import Program
 
 i32, i64, f32 = np.int32, np.int64, np.float32
+SCRATCH = 16384  # bytes of a thread
 PATIENCE_S = 60.0  # of a barrier: longer means that a thread does not come
 
 
@@ -208,7 +209,7 @@ class Emulator:
         }
 
     def _view(self, at: Any, n: Any, kind: Any) -> Any:
-        size = int(n) * np.dtype(kind).itemsize
+        size = max(int(n), 0) * np.dtype(kind).itemsize
         return np.frombuffer((ctypes.c_char * size).from_address(int(at)), kind)
 
     def translate(self, function: Any) -> Callable[..., Any]:
@@ -235,7 +236,7 @@ class Emulator:
         if isinstance(value, python.ModuleType) and value.__name__.startswith("wpk."):
             return SimpleNamespace(**{n: self._value(v) for n, v in vars(value).items() if not n.startswith("__")})
         source = getattr(value, "py_func", value)
-        if isinstance(source, python.FunctionType) and source.__module__.startswith("wpk."):
+        if isinstance(source, python.FunctionType) and (source.__module__ or "wpk.").startswith("wpk."):
             return self.translate(value)
         for name, known in ptx.BY_NAME.items():
             if value is known:
@@ -243,7 +244,7 @@ class Emulator:
         return value
 
     def run(self, body: Any, *arguments: int) -> None:
-        """A body with these arguments, by all threads of the block."""
+        """A body with these arguments, by all threads of the block; the last is its scratch memory."""
         function = self.translate(body)
         errors: list[BaseException] = []
 
@@ -251,7 +252,7 @@ class Emulator:
             self.block.own.thread = index
             try:
                 with np.errstate(all="ignore"):
-                    function(*[i64(a) for a in arguments])
+                    function(*[i64(a) for a in arguments[:-1]], i64(arguments[-1] + index * SCRATCH))
             except BaseException as error:
                 errors.append(error)
                 self.block.all.abort()
@@ -275,7 +276,7 @@ class EmulatedKernel:
         self.program, self.arenas, self.control = program, arenas, ControlPage(program.slots)
         self._bodies = {code: cuda_library.block_body(name, Shape(0)) for code, name in enumerate(program.operators)}
         self._emulator = Emulator()
-        self._scratch = np.zeros(1 << 20, np.uint8)
+        self._scratch = np.zeros(THREADS * SCRATCH, np.uint8)
 
     def read(self, arena: Arena) -> npt.NDArray[np.uint8]:
         return self.arenas[arena].copy()

@@ -36,7 +36,10 @@ FINE = TARGET.model_copy(update={"name": "fine", "least_task_s": 1e-15})
 
 @dataclass(frozen=True)
 class Case:
-    """One operator. kinds: of each operand, "input", "weight" or "state". attrs: pairs. least, highest: of integers."""
+    """One operator. kinds: of each operand, "input", "weight" or "state". attrs: pairs. least, highest: of integers.
+
+    carried: the first operand is a state that the result replaces; else states stay as they are.
+    """
 
     operator: str
     types: tuple[Type, ...]
@@ -46,12 +49,16 @@ class Case:
     highest: int = 3
     least: int = 0
     fine: bool = False
+    carried: bool = False
 
 
-def case(operator: str, *operands: tuple[str, Type], slots: int = 5, highest: int = 3, **attrs: Any) -> Case:
+def case(
+    operator: str, *operands: tuple[str, Type], slots: int = 5, least: int = 0, highest: int = 3,
+    carried: bool = False, **attrs: Any,
+) -> Case:  # fmt: skip
     """operands: (kind, type)."""
     kinds, types = zip(*operands, strict=True)
-    return Case(operator, types, kinds, slots, tuple(sorted(attrs.items())), highest)
+    return Case(operator, types, kinds, slots, tuple(sorted(attrs.items())), highest, least, carried=carried)
 
 
 class Numbers(TensorSet):
@@ -73,11 +80,14 @@ def compiled(one: Case) -> Compiled:
     for i, (kind, type) in enumerate(zip(one.kinds, one.types, strict=True)):
         name = f"x{i}"
         operands.append({"input": g.input, "weight": g.weight, "state": g.register}[kind](name, type))
-        if kind == "state":
+        if kind == "state" and not (one.carried and i == 0):
             g.update(name, operands[-1])
     made = g.op(one.operator, *operands, **dict(one.attrs))
-    for i, result in enumerate(made if isinstance(made, tuple) else (made,)):
-        g.output(f"y{i}", result)
+    if one.carried:
+        g.update("x0", made)
+    else:
+        for i, result in enumerate(made if isinstance(made, tuple) else (made,)):
+            g.output(f"y{i}", result)
     return compile_graph(g.build(), library, FINE if one.fine else TARGET, capacity=one.slots)
 
 
@@ -131,7 +141,13 @@ def beat(kernel: Any, one: Case, who: Mapping[int, int], number: int = 0) -> dic
     kernel.beat()
     for slot in set(range(one.slots)) - set(who) if hasattr(kernel, "read") else ():
         assert all((view[slot] == UNTOUCHED).all() for view in outputs.values())
-    return {slot: [view[slot].copy() for view in outputs.values()] for slot in who}
+    found = {slot: [view[slot].copy() for view in outputs.values()] for slot in who}
+    if one.carried:
+        memory = kernel.read(Arena.STATE) if hasattr(kernel, "read") else kernel.arenas[Arena.STATE]
+        rows = memory[: kernel.program.arenas[Arena.STATE]].reshape(one.slots, -1)
+        for slot in who:
+            found[slot].append(rows[slot].copy())
+    return found
 
 
 def results(kind: type[Any], one: Case, who: Mapping[int, int], beats: int = 1) -> list[dict[int, list[Array]]]:
