@@ -74,6 +74,9 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         ("shuffle_xor", "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "f", "fr", _PLACED, "of the lane that differs so"),
         ("shuffle_xor_32", "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "r", "rr", _PLACED, "the same of an i32"),
         ("shuffle", "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "f", "fr", _PLACED, "of the lane of that index"),
+        ("warp_add", "redux.sync.add.s32 $0, $1, -1;", "r", "r", _PLACED, "sum over the lanes of a warp, of i32"),
+        ("warp_min", "redux.sync.min.s32 $0, $1, -1;", "r", "r", _PLACED, "the least of the lanes', of i32"),
+        ("warp_max", "redux.sync.max.s32 $0, $1, -1;", "r", "r", _PLACED, "the greatest of the lanes', of i32"),
         ("warp_barrier", "bar.warp.sync -1;", "", "", _MEMORY, "the lanes of a warp meet"),
         # --- between blocks (scope gpu), and between GPU and host (scope sys)
         ("load_acquire_gpu", "ld.acquire.gpu.global.u64 $0, [$1];", "l", "l", _MEMORY,

@@ -6,12 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from wpk.kernel.blockwise.attention import make_attention
+from wpk.kernel.blockwise.choices import make_argmax, make_top_p
 from wpk.kernel.blockwise.norms import make_layer_norm, make_rms_norm
+from wpk.kernel.blockwise.tables import make_residual_quantise, make_selected_linear
 from wpk.kernel.layout import Shape
 
 # Operator -> what makes the device function of its version 1 for a kernel's shape.
 MAKERS: dict[str, Callable[[Shape], Any]] = {
+    "argmax": make_argmax,
     "attention": make_attention,
     "layer_norm": make_layer_norm,
+    "residual_quantise": make_residual_quantise,
     "rms_norm": make_rms_norm,
+    "selected_linear": make_selected_linear,
+    "top_p": make_top_p,
 }

@@ -90,6 +90,24 @@ class Block:
         assert type(x) is i32
         return self._exchanged(x, self.own.thread % 32 ^ int(o))
 
+    def _lanes(self, x: Any) -> list[int]:
+        assert type(x) is i32
+        warp = self.own.thread // 32
+        self.lanes[warp][self.own.thread % 32] = x
+        self.warps[warp].wait()
+        found = [int(v) for v in self.lanes[warp]]
+        self.warps[warp].wait()
+        return found
+
+    def warp_add(self, x: Any) -> Any:
+        return i32(sum(self._lanes(x)))
+
+    def warp_min(self, x: Any) -> Any:
+        return i32(min(self._lanes(x)))
+
+    def warp_max(self, x: Any) -> Any:
+        return i32(max(self._lanes(x)))
+
     def shared_load(self, at: Any) -> Any:
         return self.shared[int(at) : int(at) + 4].view(f32)[0]
 

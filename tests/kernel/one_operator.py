@@ -159,8 +159,8 @@ def results(kind: type[Any], one: Case, who: Mapping[int, int], beats: int = 1) 
 
 
 def apart(found: Array, wanted: Array) -> float:
-    """The largest difference of two rows of numbers, of the root mean square of the second."""
-    if wanted.dtype.kind != "f":
+    """The largest difference of two rows of numbers, of the root mean square of the second; infinite where not equal and not f32."""
+    if wanted.dtype.kind != "f" or np.isinf(wanted).any():
         return 0.0 if np.array_equal(found, wanted) else float("inf")
     size = float(np.sqrt((wanted.astype(np.float64) ** 2).mean())) or 1.0
     error = np.abs(found.astype(np.float64) - wanted)
