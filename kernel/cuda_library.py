@@ -247,7 +247,6 @@ _OVERRIDES: dict[Any, Any] = {
     vector._dot_whole: _dot_whole,
     blockwise.thread_index: _thread_index,
     blockwise.thread_count: _thread_count,
-    blockwise.multiply_add: ptx.fma,
     blockwise.divided: _divided,
     blockwise.wait: _wait,
     blockwise.copy_words: _copy_words,

@@ -147,6 +147,8 @@ INSTRUCTIONS: tuple[Instruction, ...] = tuple(
         ("shared_load_4", "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", _MEMORY, "four f32"),
         ("shared_load_4x32", "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "r", _MEMORY, "four i32"),
         ("shared_load_32", "ld.shared.u32 $0, [$1];", "r", "r", _MEMORY, "an i32"),
+        ("shared_load_64", "ld.shared.u64 $0, [$1];", "l", "r", _MEMORY, "an i64"),
+        ("shared_store_64", "st.shared.u64 [$0], $1;", "", "rl", _MEMORY, "an i64"),
         ("shared_store", "st.shared.f32 [$0], $1;", "", "rf", _MEMORY, "an f32"),
         ("shared_store_2", "st.shared.v2.f32 [$0], {$1, $2};", "", "rff", _MEMORY, "two f32"),
         ("shared_store_4", "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "", "rffff", _MEMORY, "four f32"),

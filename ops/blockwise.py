@@ -8,17 +8,13 @@ the kernel replaces by what the GPU has (`wpk.kernel.cuda_library`), and on a CP
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 
-from wpk.ops.linear import Matmul
-from wpk.ops.math32 import INT, F
-from wpk.ops.memory import view_f32, view_i32, view_i64
+from wpk.ops.math32 import INT
+from wpk.ops.memory import view_i32, view_i64
 from wpk.ops.operator import body
-from wpk.ops.payload import address, operand_i32, parameter, present
+from wpk.ops.payload import address, operand_i32, parameter
 from wpk.ops.shape import Concat, Pad, Slice, Transpose
-from wpk.ops.simd import PANEL
 
 RUN = 512  # words of a run of memory that a whole block copies
 
@@ -32,11 +28,6 @@ def thread_index() -> int:
 def thread_count() -> int:
     """Threads of the block."""
     return 1
-
-
-def multiply_add(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
-    """a * b + c, rounded once."""
-    return np.float32(float(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))))
 
 
 def activate(x: np.float32, code: int) -> np.float32:
@@ -66,43 +57,6 @@ def is_live(live, slot):
 
 
 # --- bodies -------------------------------------------------------------------------------------------------------
-def chain(total, x, weight, depth):
-    """total + sum of x[k] * weight[k * PANEL], one fused multiply-add after the other from k = 0."""
-    values, column = view_f32(x, depth), view_f32(weight, depth * PANEL)
-    for k in range(depth):
-        total = multiply_add(values[k], column[k * PANEL], total)
-    return total
-
-
-@body(Matmul, targets=("cuda",))
-def matmul_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
-    """A thread a result: the order of every sum is that of `wpk.ops.simd`, so the bits are those of a fused CPU."""
-    frames, k, step, pad = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)
-    size, k2, n, activation = parameter(record, 4), parameter(record, 5), parameter(record, 6), parameter(record, 7)
-    weight, panel_bytes = address(record, arenas, 1, 0), (k + k2) * 4 * PANEL
-    first = part_lo * PANEL
-    columns = min(part_hi * PANEL, n) - first
-    for unit in range(thread_index(), (slot_hi - slot_lo) * frames * columns, thread_count()):
-        row, column = unit // columns, first + unit % columns
-        slot, t = slot_lo + row // frames, row % frames
-        if is_live(live, slot):
-            start = t * step - pad
-            lo = max(0, start)
-            length = max(0, min(size, start + k) - lo)
-            w = weight + column // PANEL * panel_bytes + 4 * (column % PANEL)
-            total = chain(F(0.0), address(record, arenas, 0, slot) + 4 * lo, w + 4 * PANEL * (lo - start), length)
-            if k2 > 0:
-                total = chain(total, address(record, arenas, 3, slot), w + 4 * PANEL * k, k2)
-            offset = F(0.0)
-            if present(record, 2):
-                offset = view_f32(address(record, arenas, 2, 0) + 4 * column, 1)[0]
-            y = activate(total + offset, activation)
-            at = 4 * (t * n + column)
-            if present(record, 4):
-                y += view_f32(address(record, arenas, 4, slot) + at, 1)[0]
-            view_f32(address(record, arenas, 5, slot) + at, 1)[0] = y
-
-
 @body(Slice, targets=("cuda",))
 def slice_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
     outer, row, start, taken = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)

@@ -14,25 +14,23 @@ from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
+from wpk.kernel.blockwise.softmax import LOG2E, SUMS, SUMS_BYTES, VERY_LOW, make_merge
 from wpk.kernel.cuda_library import address, device, is_live, parameter, parameter_f32, shared_base, stride
-from wpk.kernel.layout import THREADS, WARPS, WORKSPACE_BYTES, Shape
+from wpk.kernel.layout import WARPS, Shape
 from wpk.kernel.streamed.norms import warp_sum
 
 i32, i64, f32 = np.int32, np.int64, np.float32
-LOG2E = 1.4426950408889634
-VERY_LOW = -1.0e30
 ROWS = 3  # of the cache that a warp has under way at a time
 PIECES = 3  # of four elements, of a row of a head, that a lane has
 HELD = 4 * PIECES  # elements of a lane
 BATCH = ROWS * HELD
 MOST_WIDTH = 32 * HELD  # of a head: all lanes of a warp
-SUMS = 8 * WARPS * 32  # bytes of the workspace before the sums: a peak and a total of each warp's heads
-assert SUMS + 4 * WARPS * MOST_WIDTH <= WORKSPACE_BYTES
+assert 4 * WARPS * MOST_WIDTH <= SUMS_BYTES
 
 
 def make_attention(shape: Shape) -> Any:
     """The device function of `attention@1`."""
-    workspace = shape.workspace
+    workspace, merge = shape.workspace, make_merge(shape)
 
     @device
     def aligned(record, slot):
@@ -42,27 +40,6 @@ def make_attention(shape: Shape) -> Any:
         for operand in range(3):
             bits |= address(record, 0, operand, slot) | stride(record, operand)
         return bits & 15 == 0
-
-    @device
-    def merge(width, out, count, at_once, base):
-        """Results of `count` heads, at the address `out`, of what the warps left in the workspace."""
-        terms, sums = i32(base + i32(workspace)), i32(base + i32(workspace + SUMS))
-        unit = i32(ptx.thread_index())
-        while unit < i32(count * width):
-            place = ptx.quotient(unit, width)
-            column = i32(unit - place * width)
-            peak = f32(VERY_LOW)
-            for warp in range(WARPS):
-                peak = ptx.maximum(peak, ptx.shared_load(i32(terms + i32(i32(warp) * at_once + place) * i32(8))))
-            total, value = f32(0.0), f32(0.0)
-            for warp in range(WARPS):
-                row = i32(i32(warp) * at_once + place)
-                at = i32(terms + row * i32(8))
-                weight = ptx.exp2(ptx.shared_load(at) - peak)
-                total = ptx.fma(ptx.shared_load(i32(at + i32(4))), weight, total)
-                value = ptx.fma(ptx.shared_load(i32(sums + i32(row * width + column) * i32(4))), weight, value)
-            ptx.store_1(out + 4 * i64(unit), value * ptx.reciprocal(total))
-            unit = i32(unit + i32(THREADS))
 
     @device
     def attend(record, slot_lo, slot_hi, part_lo, part_hi, live):

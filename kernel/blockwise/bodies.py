@@ -7,7 +7,9 @@ from typing import Any
 
 from wpk.kernel.blockwise.attention import make_attention
 from wpk.kernel.blockwise.choices import make_argmax, make_top_p
+from wpk.kernel.blockwise.matmul import make_matmul
 from wpk.kernel.blockwise.norms import make_layer_norm, make_rms_norm
+from wpk.kernel.blockwise.relative import make_relative_attention
 from wpk.kernel.blockwise.tables import make_residual_quantise, make_selected_linear
 from wpk.kernel.layout import Shape
 
@@ -16,6 +18,8 @@ MAKERS: dict[str, Callable[[Shape], Any]] = {
     "argmax": make_argmax,
     "attention": make_attention,
     "layer_norm": make_layer_norm,
+    "matmul": make_matmul,
+    "relative_attention": make_relative_attention,
     "residual_quantise": make_residual_quantise,
     "rms_norm": make_rms_norm,
     "selected_linear": make_selected_linear,

@@ -1,4 +1,4 @@
-"""Products of a session's vector with rows of a table in f32: a warp four rows at a time, the vector in shared memory."""
+"""A session's vector times rows of a table in f32: a warp four rows at a time, the vector in shared memory."""
 
 from __future__ import annotations
 

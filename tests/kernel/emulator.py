@@ -114,6 +114,13 @@ class Block:
     def shared_load_32(self, at: Any) -> Any:
         return self.shared[int(at) : int(at) + 4].view(i32)[0]
 
+    def shared_load_64(self, at: Any) -> Any:
+        return self.shared[int(at) : int(at) + 8].view(i64)[0]
+
+    def shared_store_64(self, at: Any, x: Any) -> None:
+        assert at % 8 == 0
+        self.shared[int(at) : int(at) + 8].view(i64)[:] = x
+
     def shared_load_4(self, at: Any) -> Any:
         assert at % 16 == 0
         return tuple(self.shared[int(at) : int(at) + 16].view(f32))

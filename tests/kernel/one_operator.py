@@ -159,7 +159,10 @@ def results(kind: type[Any], one: Case, who: Mapping[int, int], beats: int = 1) 
 
 
 def apart(found: Array, wanted: Array) -> float:
-    """The largest difference of two rows of numbers, of the root mean square of the second; infinite where not equal and not f32."""
+    """The largest difference of two rows of numbers, of the root mean square of the second.
+
+    Infinite where integers or rows with an infinity differ at all.
+    """
     if wanted.dtype.kind != "f" or np.isinf(wanted).any():
         return 0.0 if np.array_equal(found, wanted) else float("inf")
     size = float(np.sqrt((wanted.astype(np.float64) ** 2).mean())) or 1.0

@@ -13,11 +13,12 @@ from wpk.ir.types import f32, i32
 from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cubin import can_build
 from wpk.kernel.layout import STAMPS
+from wpk.ops.linear import BIAS, RESIDUAL, SECOND
 
 Results = dict[int, list[np.ndarray]]  # of each slot
 TOLERANCE = 2e-5  # of the root mean square of a result: sums of another order, exponentials of another rounding
 
-OTHER_BITS = {"attention", "residual_quantise", "selected_linear"}  # than the CPU kernel's
+OTHER_BITS = {"attention", "relative_attention", "residual_quantise", "selected_linear"}  # than the CPU kernel's
 
 
 def attention(
@@ -27,6 +28,28 @@ def attention(
     return case(
         "attention", ("input", f32(heads, width)), *[("state", t) for t in cache], ("input", i32()),
         slots=slots, highest=position, scale=width**-0.5,
+    )  # fmt: skip
+
+
+def relative(rows: int, heads: int, width: int, slots: int = 5, least: int = 0, highest: int = 3) -> Case:
+    return case(
+        "relative_attention", ("input", f32(2, heads, width)), ("state", f32(rows, 2, heads, width)),
+        ("weight", f32(rows, heads, width)), ("input", i32()), slots=slots, least=least, highest=highest,
+        scale=width**-0.5,
+    )  # fmt: skip
+
+
+def matmul(
+    size: int, k: int, frames: int, n: int, step: int = 0, pad: int = 0, second: int = 0, bias: bool = False,
+    residual: bool = False, activation: str = "none", slots: int = 3,
+) -> Case:  # fmt: skip
+    panels, roles = -(-n // 16), bias * BIAS | bool(second) * SECOND | residual * RESIDUAL
+    extra = [("weight", f32(n))] * bias
+    extra += [("input", f32(second))] if second else []
+    extra += [("input", f32(frames, n))] * residual
+    return case(
+        "matmul", ("input", f32(size)), ("weight", f32(panels, k + second, 16)), *extra, slots=slots, n=n, k=k,
+        frames=frames, step=step or k, pad=pad, activation=activation, roles=roles,
     )  # fmt: skip
 
 
@@ -72,6 +95,11 @@ CASES: dict[str, Case] = {
     "heads wider than a warp takes": attention(2, 1, 420, 12, position=11),
     "a width that is no multiple of four": attention(4, 2, 30, 47, position=46),
     "first row": attention(8, 8, 72, 40, position=0),
+    "recognition": relative(71, 8, 128, highest=60),
+    "a stream that has gone on": relative(9, 3, 20, highest=70, slots=7),
+    "a stream that begins": relative(9, 2, 64, least=-3, highest=2),
+    "many narrow heads": relative(12, 40, 4, highest=30, slots=2),
+    "heads of an odd width back in a stream": relative(12, 2, 9, highest=30, slots=2),
     "rows of two blocks": layer_norm(1, 1024),
     "many short rows": layer_norm(63, 72, 6),
     "more rows than a tile": layer_norm(41, 384, 3),
@@ -134,6 +162,12 @@ CASES: dict[str, Case] = {
     "the likeliest": case("top_p", ("input", f32(1024)), p=0.9, slots=3),
     "the likeliest of two rows": case("top_p", ("input", f32(2, 300)), p=0.3, slots=2),
     "the one that is likeliest": case("top_p", ("input", f32(77)), p=1e-6, slots=2),
+    "a product of windows": matmul(150, 400, 5, 33, step=16, bias=True, activation="silu", slots=3),
+    "a product of padded windows": matmul(60, 21, 14, 130, step=5, pad=7, bias=True, slots=3),
+    "a product of two operands": matmul(70, 70, 1, 48, second=45, bias=True, residual=True, slots=7),
+    "a product for one number": matmul(1152, 1152, 1, 1, slots=3),
+    "a product of many rows": matmul(200 * 20, 20, 200, 9, bias=True, activation="sigmoid", slots=2),
+    "a product of single numbers": matmul(5, 1, 5, 3, slots=2),
     "turned heads": case("rope", ("input", f32(5, 72)), ("input", i32()), highest=3000, slots=7, theta=10000.0),
     "magnitudes": case("magnitude", ("input", f32(8, 2, 33)), slots=3),
     "rows of two joined": case("concat", ("input", f32(3, 600)), ("input", f32(3, 41)), axis=1),
@@ -148,6 +182,7 @@ CASES: dict[str, Case] = {
 }
 FULL: dict[str, Case] = {
     "speech of 56": attention(32, 32, 72, 1537, 56, position=1536),
+    "recognition of 56": relative(71, 8, 128, 56, highest=500),
     "frames of a codec": layer_norm(441, 384, 56),
     "rows of 112": rms_norm(2, 1152, 112),
 }
