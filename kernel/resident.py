@@ -77,7 +77,8 @@ from wpk.kernel.layout import (
     Shape,
 )  # fmt: skip
 from wpk.kernel.streamed.bodies import make_consume
-from wpk.kernel.streamed.ring import BOTH, NO_ITEMS, await_stage, make_producer, mark
+from wpk.kernel.streamed.producer import BOTH, make_stream_wave, start_beat, start_kernel
+from wpk.kernel.streamed.ring import NO_ITEMS, await_stage, mark
 
 i32 = np.int32
 START, INPUT_WAVE, RESET_WAVE = -3, -2, -1  # what comes before wave 0 of a beat
@@ -358,7 +359,7 @@ def make_consumer(operators: Sequence[str], shape: Shape) -> Any:
 def make_producer_loop(shape: Shape) -> Any:
     """What the producer thread of a block does."""
     streams = shape.ring_bytes > 0
-    start_kernel, start_beat, stream_wave = make_producer(shape, fetch_orders)
+    stream_wave = make_stream_wave(fetch_orders)
 
     @device
     def producer(context, base):

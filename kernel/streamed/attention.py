@@ -44,7 +44,7 @@ def make_consume() -> Any:
         heads, groups, width = i32(parameter(record, 0)), i32(parameter(record, 1)), i32(parameter(record, 2))
         thread = i32(ptx.thread_index())
         warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
-        shared_by = i32(heads // groups)  # query heads of a group
+        shared_by = ptx.quotient(heads, groups)  # query heads of a group
         item, start, size, ending = i32(ring), next_place(ring, base), stage_bytes(ring), ring_end(record, base)
         works = warp < groups
         head = i32(lane >> i32(2))  # of the group: this lane's row of the scores

@@ -26,35 +26,37 @@ DESCRIPTOR = (1 << 62) | (64 << 32) | (1 << 16)
 def frame_pieces(record):
     """Into how many pieces a session's frames are cut."""
     frames, rows = i32(parameter(record, 3)), i32(parameter(record, 7))
-    return i32(i32(frames + rows - i32(1)) // rows)
+    return ptx.quotient(i32(frames + rows - i32(1)), rows)
 
 
 @device
 def frame_range(record, piece):
     """First frame and frames of a piece."""
     frames, pieces = i32(parameter(record, 3)), frame_pieces(record)
-    first, last = i32(i32(frames * piece) // pieces), i32(i32(frames * i32(piece + i32(1))) // pieces)
+    first = ptx.quotient(i32(frames * piece), pieces)
+    last = ptx.quotient(i32(frames * i32(piece + i32(1))), pieces)
     return first, i32(last - first)
 
 
 @device
 def unit_sessions(record):
     """Sessions of a unit, where there are so many."""
-    return i32(max(i32(parameter(record, 7)) // i32(parameter(record, 3)), i32(1)))
+    return max(ptx.quotient(i32(parameter(record, 7)), i32(parameter(record, 3))), i32(1))
 
 
 @device
 def boxed_frames(record, slots):
     """Rows of a stage's windows: the frames of a piece, of as many sessions as a unit may have."""
     frames, pieces = i32(parameter(record, 3)), frame_pieces(record)
-    return i32(i32(i32(frames + pieces - i32(1)) // pieces) * min(unit_sessions(record), slots))
+    return i32(ptx.quotient(i32(frames + pieces - i32(1)), pieces) * min(unit_sessions(record), slots))
 
 
 @device
 def after(place, items, size, end, base):
     """Address of the stage that so many items later comes round."""
     ring = i32(base + i32(RING))
-    return i32(ring + i32(place - ring + items * size) % i32(end - ring))
+    way, whole = i32(place - ring + items * size), i32(end - ring)
+    return i32(ring + way - ptx.quotient(way, whole) * whole)
 
 
 def make_multiply_frames(shape: Shape) -> Any:

@@ -58,7 +58,7 @@ def rms_norm_terms(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scr
     for first in range(warp, units, WARPS * AT_ONCE):
         for j in range(AT_ONCE):
             unit = min(first + j * WARPS, units - 1)
-            row = i64(i32(unit) // i32(spans))
+            row = i64(ptx.quotient(i32(unit), i32(spans)))
             slot, span = slot_lo + row, part_lo + unit - row * spans
             at = 4 * min(span * SPAN + 4 * lane, size - 4)
             place[j] = at
@@ -70,7 +70,7 @@ def rms_norm_terms(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scr
             # All loads first: each waits as long as all of them.
             for j in range(AT_ONCE):
                 unit = min(first + j * WARPS, units - 1)
-                partial = address(record, arenas, 2, slot_lo + i64(i32(unit) // i32(spans))) + place[j]
+                partial = address(record, arenas, 2, slot_lo + i64(ptx.quotient(i32(unit), i32(spans)))) + place[j]
                 for k in range(PARTIALS):
                     at = partial + 4 * min(q + k, count - 1) * size
                     a, b, c, d = ptx.load_l2_4(at)
@@ -87,7 +87,7 @@ def rms_norm_terms(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scr
         for j in range(AT_ONCE):
             unit = first + j * WARPS
             if unit < units:
-                row = i64(i32(unit) // i32(spans))
+                row = i64(ptx.quotient(i32(unit), i32(spans)))
                 slot, span = slot_lo + row, part_lo + unit - row * spans
                 a, b, c, d = x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]
                 inside = span * SPAN + 4 * lane < size
@@ -109,7 +109,7 @@ def gated_rms_norm(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scr
     size, groups, epsilon, out = (
         parameter(record, 0), parameter(record, 1), parameter_f32(record, 2), parameter(record, 3),
     )  # fmt: skip
-    width = size // groups
+    width = i64(ptx.quotient(i32(size), i32(groups)))
     base = shared_base()
     thread = i64(ptx.thread_index())
     warp, team = thread >> 5, thread >> 6
@@ -121,7 +121,8 @@ def gated_rms_norm(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scr
     w = cuda.local.array(KEPT, types.float32)
     for first in range(0, units, WARPS // 2):
         unit = min(first + team, units - 1)
-        slot, group = slot_lo + unit // spans, part_lo + unit % spans
+        row = i64(ptx.quotient(i32(unit), i32(spans)))
+        slot, group = slot_lo + row, part_lo + unit - row * spans
         start = 4 * group * width
         y, gate = address(record, arenas, 0, slot) + start, address(record, arenas, 1, slot) + start
         for j in range(PIECES):
@@ -177,7 +178,7 @@ def attention_merge(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, sc
     terms = cuda.local.array(TERMS, types.float32)
     sums = cuda.local.array(COLUMNS, types.float32)
     for unit in range(warp, (slot_hi - slot_lo) * spans, WARPS):
-        row = i64(i32(unit) // i32(spans))
+        row = i64(ptx.quotient(i32(unit), i32(spans)))
         slot, head = slot_lo + row, part_lo + unit - row * spans
         parts = address(record, arenas, 0, slot) + head * pitch
         place = address(record, arenas, 1, slot)

@@ -76,7 +76,7 @@ HALF = TILE_ROWS // 2
 def product_shape(kind, record):
     """Groups of 8 rows, chunks, row shares, column shares; of `tf32_matmul` pieces of the frames instead of these."""
     if kind == TF32:
-        chunks = i32(i32(parameter(record, 1) + (TF32_COLUMNS - 1)) // i32(TF32_COLUMNS))
+        chunks = i32(i32(parameter(record, 1) + (TF32_COLUMNS - 1)) >> i32(5))
         return i32(parameter(record, 0) >> 3), chunks, i32(parameter(record, 2)), frame_pieces(record)
     if kind == QKV:
         rows = (parameter(record, 2) + 2 * parameter(record, 3)) * parameter(record, 4)
@@ -93,10 +93,12 @@ def product_shape(kind, record):
 def part_range(kind, record, part):
     """First group, groups, first chunk, chunks and column share, or piece of the frames, of a part."""
     groups, chunks, shares, splits = product_shape(kind, record)
-    share = i32(i32(part) // splits)
+    share = ptx.quotient(i32(part), splits)
     split = i32(i32(part) - share * splits)
-    first, last = i32(i32(groups * share) // shares), i32(i32(groups * i32(share + i32(1))) // shares)
-    start, stop = i32(i32(chunks * split) // splits), i32(i32(chunks * i32(split + i32(1))) // splits)
+    first = ptx.quotient(i32(groups * share), shares)
+    last = ptx.quotient(i32(groups * i32(share + i32(1))), shares)
+    start = ptx.quotient(i32(chunks * split), splits)
+    stop = ptx.quotient(i32(chunks * i32(split + i32(1))), splits)
     if kind == TF32:
         start, stop = i32(0), chunks
     return first, i32(last - first), start, i32(stop - start), split
@@ -111,7 +113,7 @@ def window_items(kind, record, first, groups, slots, sessions):
     row = i32(first * i32(GROUP))
     if i32(row + groups * i32(GROUP)) <= inner or row >= i32(inner + channels):
         return i64(0)
-    return i64(i32(i32(slots) + i32(sessions - 1)) // i32(sessions))
+    return i64(ptx.quotient(i32(i32(slots) + i32(sessions - 1)), i32(sessions)))
 
 
 @device
@@ -242,18 +244,18 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
             first_frame, frames = frame_range(record, i32(split))
         ring = i32(base + i32(RING))
         for unit in range(thread, i32(sessions * groups), i32(THREADS)):
-            session = i32(i32(unit) // groups)
+            session = ptx.quotient(i32(unit), groups)
             column = i32(i32(unit) - session * groups)
             at = i32(base + i32(staging) + session * i32(pitch) + column * i32(32))
             left, right = ptx.shared_load_4(at), ptx.shared_load_4(i32(at + i32(16)))
             for e in range(4):
                 v[e] = left[e]
                 v[4 + e] = right[e]
-            group = i32(column + start // i32(GROUP))
+            group = i32(column + (start >> i32(3)))
             row = i64(i32(i32(first + group) * i32(GROUP)))
             slot = slot_lo + i64(session)
             if has_mamba2 and kind == MAMBA2:
-                turn = i32(session // box)
+                turn = ptx.quotient(session, box)
                 window = i32(windows + turn * size)
                 if window >= end:
                     window = i32(window - end + ring)
@@ -266,7 +268,7 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                 code = parameter(record, 6) if frames_of else parameter(record, 4)
                 bias_and_activation(record, arenas, row, code, v, at)
                 if frames_of:
-                    own = i32(session // frames)
+                    own = ptx.quotient(session, frames)
                     frame = i64(i32(first_frame + session - own * frames))
                     store_frame(record, arenas, slot_lo + i64(own), frame, row, v)
                 elif has_matmul:
@@ -299,16 +301,16 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
         each, tiles = i32(slots), i32(1)
         if has_tf32 and kind == TF32:
             each = unit_sessions(record)
-            tiles = i32(i32(i32(slots) + each - i32(1)) // each)
+            tiles = ptx.quotient(i32(i32(slots) + each - i32(1)), each)
         for unit in range(i32(i32(part_hi - part_lo) * tiles)):
-            part = part_lo + i64(i32(unit) // tiles)
+            part = part_lo + i64(ptx.quotient(i32(unit), tiles))
             first, groups, _, chunks, split = part_range(kind, record, part)
             rows = i32(groups * i32(GROUP))
             accumulators = zeros()
             # First slot, and how many sessions, or frames, the epilogue has.
             own_lo, held = slot_lo, i32(slots)
             if has_tf32 and kind == TF32:
-                skipped = i32(i32(i32(unit) - i32(i32(unit) // tiles) * tiles) * each)
+                skipped = i32(i32(i32(unit) - ptx.quotient(i32(unit), tiles) * tiles) * each)
                 own_lo = slot_lo + i64(skipped)
                 held = i32(min(i32(i32(slots) - skipped), each) * frame_range(record, split)[1])
                 needed = i32(group * i32(64)) < held if wide else i32(group * i32(HALF)) < rows

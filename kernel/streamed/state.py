@@ -10,7 +10,7 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import address, device, parameter, stride
-from wpk.kernel.layout import RING, STATE_ROW, WARPS
+from wpk.kernel.layout import RING, STATE_ROW
 from wpk.kernel.streamed.ring import (
     await_stage,
     empty_barrier,
@@ -39,7 +39,7 @@ def make_consume() -> Any:
         thread = i32(ptx.thread_index())
         warp, lane = i32(thread >> i32(5)), i32(thread & i32(31))
         rows = i32(parameter(record, 3))
-        own = i32(rows // i32(WARPS))  # rows of a warp
+        own = i32(rows >> i32(3))  # rows of a warp
         item, place, pitch, end = i32(ring), next_place(ring, base), stage_bytes(ring), ring_end(record, base)
         # Lanes 0, 8, 16, 24 end with the sums of rows 0 .. 3, lane 1 with that of row 4.
         upper, middle = (lane & i32(16)) != 0, (lane & i32(8)) != 0
