@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wpk.ops.tiles import tile_sessions
+
 THREADS = 256  # of a block, that run bodies
 BLOCK_THREADS = THREADS + 32  # with the producer's warp
 WARPS = THREADS // 32
@@ -213,4 +215,4 @@ PLAIN = Shape(0)  # of kernels that stream nothing
 def shape_of(operators: Sequence[str], slots: int) -> Shape:
     """The shape for a program's operators (`name@version`) and slots."""
     streamed = any(name.partition("@")[0] in STREAMED for name in operators)
-    return Shape(0 if not streamed else 64 if slots <= 64 else 128)
+    return Shape(tile_sessions(slots) if streamed else 0)
