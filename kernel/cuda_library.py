@@ -30,15 +30,13 @@ from wpk.ops import blockwise, math32, memory, payload, simd, vector
 from wpk.ops.operator import LIBRARY
 
 PACKAGE = "wpk."
-COPIES = 4  # of 16 bytes that a thread has under way where it copies
+COPIES = 8  # of 16 bytes that a thread has under way where it copies
 COPIED = 4 * COPIES  # words of them
 
 # The module constant that says how many elements a part is; on the GPU fewer: 1, or what is made at a time.
 _GRAINS = {
-    "wpk.ops.codebooks": ("COLUMNS", 1),
     "wpk.ops.elementwise": ("CHUNK", 1),
     "wpk.ops.index": ("COLUMNS", 1),
-    "wpk.ops.overlap": ("BLOCK", 1),
     "wpk.ops.philox": ("NUMBERS_OF_A_PART", 4),
     "wpk.ops.recurrent": ("CELL_BLOCK", 1),
     "wpk.ops.streaming": ("BLOCK", 1),
@@ -276,7 +274,7 @@ def rebind(function: Callable[..., Any]) -> Any:
     return python.FunctionType(code, space, function.__name__, function.__defaults__, cells)
 
 
-def _value(value: Any, attributes: Sequence[str]) -> Any:
+def _value(value: Any, attributes: Sequence[str] = ()) -> Any:
     """What a name stands for on the GPU. attributes: those that the code takes of anything, modules among them."""
     if isinstance(value, python.ModuleType):
         if not value.__name__.startswith(PACKAGE):
@@ -346,6 +344,7 @@ is_live = translate(blockwise.is_live)
 def block_body(name: str, shape: Shape = PLAIN) -> Any:
     """The device function of operator `name@version`, with the signature of `wpk.ops.blockwise`."""
     from wpk.kernel.blockwise.bodies import MAKERS
+    from wpk.kernel.blockwise.elementwise import elementwise_body
     from wpk.kernel.streamed.norms import BODIES
 
     operator, _, version = name.partition("@")
@@ -360,7 +359,8 @@ def block_body(name: str, shape: Shape = PLAIN) -> Any:
     if shared is None:
         found = LIBRARY.targets(operator, int(version))
         raise KernelError(f"operator {name} has no body for a GPU", wanted="a body for cuda or cpu", found=found)
-    return _by_threads(shared.function)
+    family = elementwise_body(shared.function)
+    return family if family is not None else _by_threads(shared.function)
 
 
 def threads_body(operator: str, version: int) -> Any:

@@ -1,4 +1,4 @@
-"""Bodies for a GPU target of operators that move or convolve rows: a thread a result, neighbours side by side.
+"""Bodies for a GPU target of operators that move, add or convolve rows: a thread a result, neighbours side by side.
 
 As in `wpk.ops.blockwise`; every result is computed as the CPU's body does, so that the bits are the same.
 """
@@ -11,10 +11,13 @@ import numpy as np
 
 from wpk.ops import math32
 from wpk.ops.blockwise import activate, copy_words, divided, is_live, thread_count, thread_index, wait
+from wpk.ops.codebooks import COLUMNS, EmbeddingSum
 from wpk.ops.conv2d import Conv2dWindow
 from wpk.ops.math32 import F
 from wpk.ops.memory import view_f32, view_i32
 from wpk.ops.operator import body
+from wpk.ops.overlap import BLOCK as SAMPLES
+from wpk.ops.overlap import OverlapAddFrames
 from wpk.ops.payload import address, operand_f32, operand_i32, parameter, parameter_f32, present
 from wpk.ops.rope import Rope, _within_a_turn
 from wpk.ops.spectral import Magnitude
@@ -103,6 +106,39 @@ def depthwise_window_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, l
             for tap in range(taps):
                 total += x[(frame * stride + tap * dilation) * c + column] * weight[tap * c + column]
             operand_f32(record, arenas, 3, slot, frames * c)[frame * c + column] = activate(total, activation)
+
+
+@body(EmbeddingSum, targets=("cuda",))
+def embedding_sum_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
+    v, d, k, first = parameter(record, 1), parameter(record, 2), parameter(record, 3), parameter(record, 4)
+    table, start = address(record, arenas, 1, 0), part_lo * COLUMNS
+    count = min(part_hi * COLUMNS, d) - start
+    for unit in range(thread_index(), (slot_hi - slot_lo) * count, thread_count()):
+        turn = divided(unit, count)
+        column, slot = start + unit - turn * count, slot_lo + turn
+        if is_live(live, slot):
+            index, total = operand_i32(record, arenas, 0, slot, k), F(0.0)
+            for j in range(k):
+                row = np.int64(index[j])
+                if 0 <= row < v:
+                    total += view_f32(table + 4 * (((first + j) * v + row) * d + column), 1)[0]
+            operand_f32(record, arenas, 2, slot, d)[column] = total
+
+
+@body(OverlapAddFrames, targets=("cuda",))
+def overlap_add_frames_block(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scratch):
+    t, n, hop, trim = parameter(record, 0), parameter(record, 1), parameter(record, 2), parameter(record, 3)
+    samples, start = (t - 1) * hop + n - 2 * trim, part_lo * SAMPLES
+    count = min(part_hi * SAMPLES, samples) - start
+    for unit in range(thread_index(), (slot_hi - slot_lo) * count, thread_count()):
+        turn = divided(unit, count)
+        sample, slot = start + unit - turn * count, slot_lo + turn
+        if is_live(live, slot):
+            x, total = operand_f32(record, arenas, 0, slot, t * n), F(0.0)
+            at = sample + trim  # in the sum of all frames
+            for frame in range(divided(max(0, at - n + hop), hop), min(t - 1, divided(at, hop)) + 1):
+                total += x[frame * n + at - frame * hop]
+            operand_f32(record, arenas, 1, slot, samples)[sample] = total
 
 
 @body(Conv2dWindow, targets=("cuda",))

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from wpk.kernel import cuda_library, ptx
 from wpk.kernel.control import ControlPage
 from wpk.kernel.layout import ORDER_ADDRESSES, ORDER_BYTES, SHARED_LIMIT, THREADS, Shape
+from wpk.ops import memory
 from wpk.ops.payload import ABSENT, ARENA_SHIFT, OFFSET_MASK, Arena
 from wpk.scheduler.program import Program
 
@@ -170,6 +171,10 @@ class Block:
         assert type(x) is i32
         _number(at, i32)[0] = x
 
+    def store_u16(self, at: Any, x: Any) -> None:
+        assert type(x) is i32
+        _number(at, np.uint16)[0] = int(x) & 0xFFFF
+
     def evict_first(self) -> Any:
         return i64(0)
 
@@ -227,6 +232,7 @@ class Emulator:
             cuda_library._view_f32: lambda at, n: self._view(at, n, f32),
             cuda_library._view_i32: lambda at, n: self._view(at, n, i32),
             cuda_library._view_i64: lambda at, n: self._view(at, n, i64),
+            cuda_library._OVERRIDES[memory.view_u16]: lambda at, n: self._view(at, n, np.uint16),
             cuda_library._bits_of: self.block.bits_of_float,
             cuda_library._from_bits: self.block.float_of_bits,
             cuda_library._select: lambda condition, a, b: a if condition else b,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kernel.one_operator import Case, apart, beat, case, compiled, results, start
-from wpk.ir.types import f32, i32
+from wpk.ir.types import DType, Type, f32, i32
 from wpk.kernel.cpu import CpuKernel
 from wpk.kernel.cubin import can_build
 from wpk.kernel.layout import STAMPS
@@ -135,6 +135,8 @@ CASES: dict[str, Case] = {
     "a ring of narrow rows": ring(100, 1, 7),
     "a ring that is replaced": ring(6, 21, 72),
     "columns": depthwise(15, 130, 7, activation="silu"),
+    "columns of many frames": depthwise(30, 70, 9),
+    "columns of long filters": depthwise(30, 40, 13),
     "columns with strides": depthwise(23, 64, 3, stride=2, dilation=3),
     "channels made of one": conv2d(15, 20, 1, 48, (3, 3), 1, stride=(2, 2), pad_before=(1, 1), activation="relu"),
     "channels of their own": conv2d(7, 9, 36, 36, (3, 3), 36, stride=(2, 2), pad_before=(2, 1), pad_after=(1, 1)),
@@ -168,6 +170,20 @@ CASES: dict[str, Case] = {
     "a product for one number": matmul(1152, 1152, 1, 1, slots=3),
     "a product of many rows": matmul(200 * 20, 20, 200, 9, bias=True, activation="sigmoid", slots=2),
     "a product of single numbers": matmul(5, 1, 5, 3, slots=2),
+    "sums": case("add", ("input", f32(3, 700)), ("input", f32(700)), slots=7),
+    "sums of integers": case("add", ("input", i32(5)), ("input", i32()), slots=7),
+    "products": case("mul", ("input", f32(9216)), ("input", f32(9216)), slots=3),
+    "greater": case("greater_equal", ("input", f32(300)), ("input", f32())),
+    "both": case("equal", ("input", i32(300)), ("input", i32(300))),
+    "scaled": case("affine", ("input", f32(2, 1999)), scale=0.25, offset=-3.0, slots=3),
+    "waves": case("sin", ("input", f32(1300))),
+    "one more": case("increment", ("input", i32(3)), slots=9),
+    "rounded": case("cast", ("input", f32(1024)), dtype="bf16", slots=7),
+    "cut": case("cast", ("input", f32(100)), dtype="i32"),
+    "one of two rows": case("select", ("input", Type(DType.BOOL)), ("input", f32(640)), ("input", f32(640)), highest=1),
+    "one of two numbers": case(
+        "select", ("input", Type(DType.BOOL, (640,))), ("input", f32(640)), ("input", f32(640)), highest=1
+    ),
     "turned heads": case("rope", ("input", f32(5, 72)), ("input", i32()), highest=3000, slots=7, theta=10000.0),
     "magnitudes": case("magnitude", ("input", f32(8, 2, 33)), slots=3),
     "rows of two joined": case("concat", ("input", f32(3, 600)), ("input", f32(3, 41)), axis=1),
