@@ -343,9 +343,8 @@ is_live = translate(blockwise.is_live)
 # --- bodies -------------------------------------------------------------------------------------------------------
 def block_body(name: str, shape: Shape = PLAIN) -> Any:
     """The device function of operator `name@version`, with the signature of `wpk.ops.blockwise`."""
-    from wpk.kernel.blockwise.bodies import MAKERS
+    from wpk.kernel.blockwise.bodies import BODIES, MAKERS
     from wpk.kernel.blockwise.elementwise import elementwise_body
-    from wpk.kernel.streamed.norms import BODIES
 
     operator, _, version = name.partition("@")
     if operator in BODIES:

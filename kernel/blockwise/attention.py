@@ -14,10 +14,10 @@ from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
+from wpk.kernel.blockwise.partials import warp_sum
 from wpk.kernel.blockwise.softmax import LOG2E, SUMS, SUMS_BYTES, VERY_LOW, make_merge
 from wpk.kernel.cuda_library import address, device, is_live, parameter, parameter_f32, shared_base, stride
 from wpk.kernel.layout import WARPS, Shape
-from wpk.kernel.streamed.norms import warp_sum
 
 i32, i64, f32 = np.int32, np.int64, np.float32
 ROWS = 3  # of the cache that a warp has under way at a time

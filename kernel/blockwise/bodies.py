@@ -10,11 +10,19 @@ from wpk.kernel.blockwise.choices import make_argmax, make_top_p
 from wpk.kernel.blockwise.elementwise import make_cast, make_select
 from wpk.kernel.blockwise.matmul import make_matmul
 from wpk.kernel.blockwise.norms import make_layer_norm, make_rms_norm
+from wpk.kernel.blockwise.partials import argmax_merge, attention_merge, gated_rms_norm, rms_norm_terms
 from wpk.kernel.blockwise.relative import make_relative_attention
 from wpk.kernel.blockwise.tables import make_residual_quantise, make_selected_linear
 from wpk.kernel.blockwise.windows import make_conv2d_window, make_depthwise_window
 from wpk.kernel.layout import Shape
 
+# Operator -> the device function of its version 1, the same for kernels of all shapes.
+BODIES: dict[str, Any] = {
+    "argmax_merge": argmax_merge,
+    "attention_merge": attention_merge,
+    "gated_rms_norm": gated_rms_norm,
+    "rms_norm_terms": rms_norm_terms,
+}
 # Operator -> what makes the device function of its version 1 for a kernel's shape.
 MAKERS: dict[str, Callable[[Shape], Any]] = {
     "argmax": make_argmax,

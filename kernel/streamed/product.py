@@ -16,6 +16,7 @@ from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
+from wpk.kernel.blockwise.partials import better
 from wpk.kernel.cuda_library import address, device, parameter, parameter_f32, present
 from wpk.kernel.layout import (
     ARGMAX,
@@ -51,7 +52,6 @@ from wpk.kernel.streamed.frames import (
     make_multiply_frames,
     unit_sessions,
 )
-from wpk.kernel.streamed.norms import better
 from wpk.kernel.streamed.ring import (
     activation_bytes,
     await_stage,

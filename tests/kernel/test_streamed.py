@@ -268,14 +268,14 @@ SMALLEST = CASES["all kinds of layers"]
 
 
 def test_every_case_has_one_operator_table_with_all_that_is_streamed() -> None:
+    from wpk.kernel.blockwise.bodies import BODIES
     from wpk.kernel.layout import STREAMED, shape_of
-    from wpk.kernel.streamed import norms
 
     tables = {program_of(case).operators for case in CASES.values()}
     assert len(tables) == 1
     (table,) = tables
     # Products of frames are no part of a backbone: test_tf32.py.
-    assert {*STREAMED, *norms.BODIES} - {"tf32_matmul"} <= {name.partition("@")[0] for name in table}
+    assert {*STREAMED, *BODIES} - {"tf32_matmul"} <= {name.partition("@")[0] for name in table}
     assert {shape_of(table, case.slots).sessions for case in CASES.values()} == {64, 128}
     assert {case.slots for case in CASES.values()} >= {1, 7, 8, 56, 64, 65, 96, 112, 128, 130}
 

@@ -1,12 +1,10 @@
-"""Block-wide bodies of the small operators between streamed ones: norms and merges, a warp or two a unit.
+"""The small operators between streamed ones: norms and merges of what parts have left, a warp or two a unit.
 
 They have the signature of `wpk.ops.blockwise`. What other blocks wrote is read past the first cache, loads of a unit
 are issued together before any is used: these phases are nothing but latency.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -239,11 +237,3 @@ def argmax_merge(record, arenas, slot_lo, slot_hi, part_lo, part_hi, live, scrat
                     value, index = v, i
             ptx.store_32(address(record, arenas, 1, slot), index)
         ptx.barrier()
-
-
-BODIES: dict[str, Any] = {
-    "rms_norm_terms": rms_norm_terms,
-    "gated_rms_norm": gated_rms_norm,
-    "attention_merge": attention_merge,
-    "argmax_merge": argmax_merge,
-}
