@@ -150,12 +150,10 @@ def advance(context, c, o):
 # patient: this is the late cursor, which waits for stages and brings the late bytes; the early one stops where the
 # next stage is not free.
 @device
-def blocking_item(c, o, item, offset, stages, steady):
-    """Number of the item that must be used before this one may be written at that offset.
-
-    stages: of the run. steady: the first item of its second round, from which on it is the item one round before.
-    """
-    if item >= steady:
+def blocking_item(c, o, item, offset):
+    """Number of the item that must be used before this one may be written at that offset."""
+    stages = c[o + COUNT]
+    if item - c[o + RUN] >= stages:
         return i32(item - stages)
     return latest_blocking(
         item, c[o + RUN], offset, i32(c[o + SIZE]), stages, c[o + OLD_RUN], i32(c[o + OLD_SIZE]),
@@ -164,9 +162,9 @@ def blocking_item(c, o, item, offset, stages, steady):
 
 
 @device
-def may_write(c, o, base, item, offset, stages, steady, patient):
+def may_write(c, o, base, item, offset, patient):
     """Is what lies where the item belongs used? A patient caller is answered when it is."""
-    used = blocking_item(c, o, item, offset, stages, steady)
+    used = blocking_item(c, o, item, offset)
     if patient:
         await_stage(base, empty_barrier(used), turn_of(used))
         return True
@@ -214,14 +212,13 @@ def stream_chunks(c, o, base, policy, have, patient):
     width = i32(TF32_COLUMNS) if tf32 else i32(64)
     column, left = i32(i32(c[o + AT]) * width), i32(c[o + CHUNKS] - c[o + AT])
     ring, place, end, pitch = places(c, o, base)
-    stages, steady = c[o + COUNT], c[o + RUN] + c[o + COUNT]
     late = i32(pitch - activation_bytes(i32(c[o + BYTES] // CHUNK_BYTES)))
     item, free = c[o + ITEM], free_until(c, o, base)
     while left > 0:
         full = i32(base + full_barrier(i32(item)))
         if have > 0:
             have -= 1
-        elif item < free or may_write(c, o, base, item, offset_of(place, ring), stages, steady, patient):
+        elif item < free or may_write(c, o, base, item, offset_of(place, ring), patient):
             ptx.mbarrier_expect(full, both)
             if tf32:
                 ptx.bulk_load(place, source, size, full)
@@ -259,7 +256,6 @@ def stream_windows(c, o, base, have, patient):
     record, window_map = c[o + RECORD], ptx.load_order(c[o + RECORD] + ORDER_WINDOW)
     inner, channels = parameter(record, 3), parameter(record, 4)
     ring, place, end, pitch = places(c, o, base)
-    stages, steady = c[o + COUNT], c[o + RUN] + c[o + COUNT]
     box = window_box(i32(c[o + BYTES] // CHUNK_BYTES), pitch)
     size, taps = tap_bytes(c, o), i32(box * i32(WINDOW_BYTES))
     first = max(c[o + ROW] - inner, i64(0))
@@ -271,7 +267,7 @@ def stream_windows(c, o, base, have, patient):
         full = i32(base + full_barrier(i32(item)))
         if have > 0:
             have -= 1
-        elif item < free or may_write(c, o, base, item, offset_of(place, ring), stages, steady, patient):
+        elif item < free or may_write(c, o, base, item, offset_of(place, ring), patient):
             ptx.mbarrier_expect(full, i32(taps + i32(5) * size))
         else:
             break
@@ -303,7 +299,6 @@ def stream_states(context, c, o, base, have, patient):
     size = i32(rows * i32(STATE_ROW))
     both, own = i32(size + i32(c[o + BYTES])), i32(i32(4) * rows)
     ring, place, end, pitch = places(c, o, base)
-    stages, steady = c[o + COUNT], c[o + RUN] + c[o + COUNT]
     item, slot, part, free = c[o + ITEM], i32(c[o + SLOT]), i32(c[o + AT]), free_until(c, o, base)
     part_lo, part_hi, slot_hi = i32(c[o + PART_LO]), i32(c[o + PART_HI]), i32(c[o + SLOT_HI])
     live = ptx.load_relaxed_gpu(active + 8 * i64(slot >> i32(6)))
@@ -316,7 +311,7 @@ def stream_states(context, c, o, base, have, patient):
                 full = i32(base + full_barrier(i32(item)))
                 if have > 0:
                     have -= 1
-                elif item < free or may_write(c, o, base, item, offset_of(place, ring), stages, steady, patient):
+                elif item < free or may_write(c, o, base, item, offset_of(place, ring), patient):
                     ptx.mbarrier_expect(full, both)
                     ptx.bulk_load(place, source + i64(part) * i64(size), size, full)
                 else:
@@ -355,13 +350,12 @@ def stream_cache(c, o, base, have, patient):
     record, map_of, slot = c[o + RECORD], c[o + MAP], i32(c[o + SLOT])
     box, halves = i32(2 * parameter(record, 1) * CACHE_ROWS * 128), parameter(record, 2) >> 6
     ring, place, end, pitch = places(c, o, base)
-    stages, steady = c[o + COUNT], c[o + RUN] + c[o + COUNT]
     item, at, size, free = c[o + ITEM], c[o + AT], i32(c[o + BYTES]), free_until(c, o, base)
     while at < c[o + END]:
         full = i32(base + full_barrier(i32(item)))
         if have > 0:
             have -= 1
-        elif item < free or may_write(c, o, base, item, offset_of(place, ring), stages, steady, patient):
+        elif item < free or may_write(c, o, base, item, offset_of(place, ring), patient):
             ptx.mbarrier_expect(full, size)
         else:
             break
@@ -451,10 +445,7 @@ def make_stream_wave(fetch_orders: Any) -> Any:
                 # cache under them; once they are done they free no more before the next wave.
                 if settled:
                     return
-                stages = c[EARLY + COUNT]
-                used = blocking_item(
-                    c, EARLY, before, i32(c[EARLY + OFFSET]), stages, c[EARLY + RUN] + stages
-                )  # fmt: skip
+                used = blocking_item(c, EARLY, before, i32(c[EARLY + OFFSET]))
                 while ptx.mbarrier_test(i32(base + empty_barrier(used)), turn_of(used)) == 0:
                     if ptx.shared_load_32(i32(base + i32(WAITING))) == i32(target):
                         settled = True
