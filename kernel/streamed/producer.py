@@ -150,40 +150,20 @@ def advance(context, c, o):
 # patient: this is the late cursor, which waits for stages and brings the late bytes; the early one stops where the
 # next stage is not free.
 @device
-def blocking_item(c, o, item, offset):
-    """Number of the item that must be used before this one may be written at that offset."""
-    stages = c[o + COUNT]
-    if item - c[o + RUN] >= stages:
-        return i32(item - stages)
-    return latest_blocking(
-        item, c[o + RUN], offset, i32(c[o + SIZE]), stages, c[o + OLD_RUN], i32(c[o + OLD_SIZE]),
-        i32(c[o + OLD_COUNT]), i32(c[o + OLD_PLACE]),
-    )  # fmt: skip
-
-
-@device
 def may_write(c, o, base, item, offset, patient):
     """Is what lies where the item belongs used? A patient caller is answered when it is."""
-    used = blocking_item(c, o, item, offset)
+    stages = c[o + COUNT]
+    if item - c[o + RUN] >= stages:
+        used = i32(item - stages)
+    else:
+        used = latest_blocking(
+            item, c[o + RUN], offset, i32(c[o + SIZE]), stages, c[o + OLD_RUN], i32(c[o + OLD_SIZE]),
+            i32(c[o + OLD_COUNT]), i32(c[o + OLD_PLACE]),
+        )  # fmt: skip
     if patient:
         await_stage(base, empty_barrier(used), turn_of(used))
         return True
     return ptx.mbarrier_test(i32(base + empty_barrier(used)), turn_of(used)) != 0
-
-
-@device
-def free_until(c, o, base):
-    """Number of an item before which the stages of all items are free, as far as one look tells; or 0.
-
-    In the first round of a run that is all of them, once the last item of the run before is used: asking for each by
-    itself takes longer than the consumers take for their results, and a wave would open late.
-    """
-    run, stages = c[o + RUN], c[o + COUNT]
-    if c[o + ITEM] - run < stages:
-        last = i32(run - 1)
-        if ptx.mbarrier_test(i32(base + empty_barrier(last)), turn_of(last)) != 0:
-            return run + stages
-    return i64(0)
 
 
 @device
@@ -213,12 +193,12 @@ def stream_chunks(c, o, base, policy, have, patient):
     column, left = i32(i32(c[o + AT]) * width), i32(c[o + CHUNKS] - c[o + AT])
     ring, place, end, pitch = places(c, o, base)
     late = i32(pitch - activation_bytes(i32(c[o + BYTES] // CHUNK_BYTES)))
-    item, free = c[o + ITEM], free_until(c, o, base)
+    item = c[o + ITEM]
     while left > 0:
         full = i32(base + full_barrier(i32(item)))
         if have > 0:
             have -= 1
-        elif item < free or may_write(c, o, base, item, offset_of(place, ring), patient):
+        elif may_write(c, o, base, item, offset_of(place, ring), patient):
             ptx.mbarrier_expect(full, both)
             if tf32:
                 ptx.bulk_load(place, source, size, full)
@@ -261,13 +241,13 @@ def stream_windows(c, o, base, have, patient):
     first = max(c[o + ROW] - inner, i64(0))
     source = address(record, 0, 3, i64(0)) + 4 * first
     skipped = i32(4 * (first - (c[o + ROW] - inner)))
-    item, at, free = c[o + ITEM], c[o + AT], free_until(c, o, base)
+    item, at = c[o + ITEM], c[o + AT]
     session = i32(i32(c[o + SLOT_LO]) + i32(at - c[o + CHUNKS]) * box)
     while at < c[o + END]:
         full = i32(base + full_barrier(i32(item)))
         if have > 0:
             have -= 1
-        elif item < free or may_write(c, o, base, item, offset_of(place, ring), patient):
+        elif may_write(c, o, base, item, offset_of(place, ring), patient):
             ptx.mbarrier_expect(full, i32(taps + i32(5) * size))
         else:
             break
@@ -299,7 +279,7 @@ def stream_states(context, c, o, base, have, patient):
     size = i32(rows * i32(STATE_ROW))
     both, own = i32(size + i32(c[o + BYTES])), i32(i32(4) * rows)
     ring, place, end, pitch = places(c, o, base)
-    item, slot, part, free = c[o + ITEM], i32(c[o + SLOT]), i32(c[o + AT]), free_until(c, o, base)
+    item, slot, part = c[o + ITEM], i32(c[o + SLOT]), i32(c[o + AT])
     part_lo, part_hi, slot_hi = i32(c[o + PART_LO]), i32(c[o + PART_HI]), i32(c[o + SLOT_HI])
     live = ptx.load_relaxed_gpu(active + 8 * i64(slot >> i32(6)))
     going = True
@@ -311,7 +291,7 @@ def stream_states(context, c, o, base, have, patient):
                 full = i32(base + full_barrier(i32(item)))
                 if have > 0:
                     have -= 1
-                elif item < free or may_write(c, o, base, item, offset_of(place, ring), patient):
+                elif may_write(c, o, base, item, offset_of(place, ring), patient):
                     ptx.mbarrier_expect(full, both)
                     ptx.bulk_load(place, source + i64(part) * i64(size), size, full)
                 else:
@@ -350,12 +330,12 @@ def stream_cache(c, o, base, have, patient):
     record, map_of, slot = c[o + RECORD], c[o + MAP], i32(c[o + SLOT])
     box, halves = i32(2 * parameter(record, 1) * CACHE_ROWS * 128), parameter(record, 2) >> 6
     ring, place, end, pitch = places(c, o, base)
-    item, at, size, free = c[o + ITEM], c[o + AT], i32(c[o + BYTES]), free_until(c, o, base)
+    item, at, size = c[o + ITEM], c[o + AT], i32(c[o + BYTES])
     while at < c[o + END]:
         full = i32(base + full_barrier(i32(item)))
         if have > 0:
             have -= 1
-        elif item < free or may_write(c, o, base, item, offset_of(place, ring), patient):
+        elif may_write(c, o, base, item, offset_of(place, ring), patient):
             ptx.mbarrier_expect(full, size)
         else:
             break
@@ -443,13 +423,11 @@ def make_stream_wave(fetch_orders: Any) -> Any:
             elif c[EARLY + ITEM] == before:
                 # No stage was free. As long as the consumers work, a look at the counter would only empty the first
                 # cache under them; once they are done they free no more before the next wave.
-                if settled:
-                    return
-                used = blocking_item(c, EARLY, before, i32(c[EARLY + OFFSET]))
-                while ptx.mbarrier_test(i32(base + empty_barrier(used)), turn_of(used)) == 0:
-                    if ptx.shared_load_32(i32(base + i32(WAITING))) == i32(target):
-                        settled = True
-                        break
+                if ptx.shared_load_32(i32(base + i32(WAITING))) == i32(target):
+                    if settled:
+                        return
+                    settled = True
+                else:
                     looks += 1
                     if looks > PATIENCE:
                         return
