@@ -30,7 +30,7 @@ from wpk.ops import blockwise, math32, memory, payload, simd, vector
 from wpk.ops.operator import LIBRARY
 
 PACKAGE = "wpk."
-COPIES = 8  # of 16 bytes that a thread has under way where it copies
+COPIES = 6  # of 16 bytes that a thread has under way where it copies
 COPIED = 4 * COPIES  # words of them
 
 # The module constant that says how many elements a part is; on the GPU fewer: 1, or what is made at a time.
@@ -207,23 +207,30 @@ def _wait():
 def _copy_words(target, source, words):
     """Many words under way: 16 bytes at a time where both addresses allow it."""
     held = cuda.local.array(COPIED, types.float32)
-    thread = np.int64(ptx.thread_index())
-    if (target | source) & 15 == 0 and words & 3 == 0:
-        for first in range(thread, words >> 2, THREADS * COPIES):
+    first, size = ptx.thread_index(), np.int32(words)
+    if (target | source | 4 * words) & 15 == 0:
+        pieces = np.int32(size >> np.int32(2))
+        while first < pieces:
             for k in range(COPIES):
-                at = source + 16 * min(first + k * THREADS, (words >> 2) - 1)
-                held[4 * k], held[4 * k + 1], held[4 * k + 2], held[4 * k + 3] = ptx.load_l2_4(at)
+                at = min(np.int32(first + np.int32(k * THREADS)), np.int32(pieces - np.int32(1)))
+                a, b, c, d = ptx.load_l2_4(ptx.advanced(at, np.int32(16), source))
+                held[4 * k], held[4 * k + 1], held[4 * k + 2], held[4 * k + 3] = a, b, c, d
             for k in range(COPIES):
-                if first + k * THREADS < words >> 2:
-                    at = target + 16 * (first + k * THREADS)
-                    ptx.store_4(at, held[4 * k], held[4 * k + 1], held[4 * k + 2], held[4 * k + 3])
+                at = np.int32(first + np.int32(k * THREADS))
+                if at < pieces:
+                    place = ptx.advanced(at, np.int32(16), target)
+                    ptx.store_4(place, held[4 * k], held[4 * k + 1], held[4 * k + 2], held[4 * k + 3])
+            first = np.int32(first + np.int32(COPIES * THREADS))
     else:
-        for first in range(thread, words, THREADS * COPIED):
+        while first < size:
             for k in range(COPIED):
-                held[k] = ptx.load_l2(source + 4 * min(first + k * THREADS, words - 1))
+                at = min(np.int32(first + np.int32(k * THREADS)), np.int32(size - np.int32(1)))
+                held[k] = ptx.load_l2(ptx.advanced(at, np.int32(4), source))
             for k in range(COPIED):
-                if first + k * THREADS < words:
-                    ptx.store_1(target + 4 * (first + k * THREADS), held[k])
+                at = np.int32(first + np.int32(k * THREADS))
+                if at < size:
+                    ptx.store_1(ptx.advanced(at, np.int32(4), target), held[k])
+            first = np.int32(first + np.int32(COPIED * THREADS))
 
 
 _OVERRIDES: dict[Any, Any] = {

@@ -13,6 +13,7 @@ from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
+from wpk.kernel.blockwise.elementwise import picked
 from wpk.kernel.cuda_library import activate_code, address, device, is_live, parameter, present, shared_base
 from wpk.kernel.layout import THREADS, WORKSPACE_BYTES, Shape
 from wpk.ops.simd import PANEL
@@ -24,7 +25,7 @@ PITCH = 4 * (DEPTH + 4)  # bytes from row to row, and from column to column of t
 OWN = 4  # rows of a thread
 LOADS = TILE * DEPTH // THREADS  # of x that a thread has under way
 STEP = THREADS // DEPTH  # rows from one of them to the next
-UNROLL = 4  # of k, times four: loads from shared memory that are issued together
+UNROLL = 2  # of k, times four: loads from shared memory that are issued together
 OPERANDS, VALUES = 4 * OWN * UNROLL, 4 * UNROLL
 FAR = 1 << 30  # a window that begins there has nothing of x
 # In the workspace: x, the weight, of each row the addresses of its window and second operand, and the window's start.
@@ -67,17 +68,16 @@ def make_matmul(shape: Shape) -> Any:
         whole = i32(depth + i32(parameter(record, 5)))
         thread = i32(ptx.thread_index())
         own = i32(k + i32(thread & i32(DEPTH - 1)))
+        second = own >= depth
         for i in range(LOADS):
             row = i32(i32(thread >> i32(6)) + i32(STEP * i))
             x[i] = f32(0.0)
-            if row < count:
-                place = i32(tile + i32(WINDOWS) + row * i32(16))
-                if own < depth:
-                    at = i32(ptx.shared_load_32(i32(tile + i32(STARTS) + row * i32(4))) + own)
-                    if at >= 0 and at < size:
-                        x[i] = ptx.load_l2(ptx.shared_load_64(place) + 4 * i64(at))
-                elif own < whole:
-                    x[i] = ptx.load_l2(ptx.shared_load_64(i32(place + i32(8))) + 4 * i64(i32(own - depth)))
+            if row < count and own < whole:
+                place = i32(tile + i32(WINDOWS) + row * i32(16) + (i32(8) if second else i32(0)))
+                at = i32(ptx.shared_load_32(i32(tile + i32(STARTS) + row * i32(4))) + own)
+                at = i32(own - depth) if second else at
+                if second or (at >= 0 and at < size):
+                    x[i] = ptx.load_l2(ptx.advanced(at, i32(4), ptx.shared_load_64(place)))
         start = (i64(panel) * i64(whole) + i64(min(i32(k + i32(thread >> i32(2))), i32(whole - i32(1))))) * (4 * PANEL)
         a, b, c, d = ptx.load_constant_4(address(record, 0, 1, i64(0)) + start + 16 * i64(thread & i32(3)))
         w[0], w[1], w[2], w[3] = a, b, c, d
@@ -120,12 +120,12 @@ def make_matmul(shape: Shape) -> Any:
         offset = f32(0.0)
         if present(record, 2):
             offset = ptx.load_constant_f32(address(record, 0, 2, i64(0)) + 4 * column)
-        for r in range(OWN):
+        for r in range(ptx.renewed_32(i32(OWN))):  # one copy of the activations
             if i32(row + i32(r)) < rows:
                 slot, frame = row_of(i32(row + i32(r)), frames)
                 if is_live(live, slot_lo + slot):
                     at = 4 * (frame * n + column)
-                    y = activate_code(activation, totals[r] + offset)
+                    y = activate_code(activation, picked(r, totals[0], totals[1], totals[2], totals[3]) + offset)
                     if present(record, 4):
                         y += ptx.load_l2(address(record, 0, 4, slot_lo + slot) + at)
                     ptx.store_1(address(record, 0, 5, slot_lo + slot) + at, y)

@@ -13,6 +13,7 @@ from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
+from wpk.kernel.blockwise.elementwise import picked
 from wpk.kernel.cuda_library import activate_code, address, device, is_live, parameter, present, rebind
 from wpk.kernel.layout import THREADS, Shape
 from wpk.ops.blockwise_windows import conv2d_window_block, depthwise_window_block
@@ -36,6 +37,7 @@ def make_depthwise_window(shape: Shape) -> Any:
         runs = ptx.quotient(i32(frames + i32(FRAMES - 1)), i32(FRAMES))
         x = cuda.local.array(REACH, types.float32)
         w = cuda.local.array(TAPS, types.float32)
+        totals = cuda.local.array(FRAMES, types.float32)
         units = i32(i32(i32(slot_hi - slot_lo) * runs) * own)
         unit = i32(ptx.thread_index())
         while unit < units:
@@ -54,12 +56,16 @@ def make_depthwise_window(shape: Shape) -> Any:
             bias = ptx.load_constant_f32(address(record, 0, 2, i64(0)) + 4 * column)
             out = address(record, 0, 3, slot) + 4 * column
             for i in range(FRAMES):
-                total = bias
+                totals[i] = bias
                 for tap in range(TAPS):
                     if i32(tap) < taps:
-                        total += x[i + tap] * w[tap]
+                        totals[i] += x[i + tap] * w[tap]
+            for i in range(ptx.renewed_32(i32(FRAMES))):  # one copy of the activations
                 here = i32(frame + i32(i))
                 if here < frames and is_live(live, slot):
+                    low = picked(i, totals[0], totals[1], totals[2], totals[3])
+                    high = picked(i - FRAMES // 2, totals[4], totals[5], totals[6], totals[7])
+                    total = high if i >= FRAMES // 2 else low
                     ptx.store_1(ptx.advanced(here, i32(i32(4) * columns), out), activate_code(activation, total))
             unit = i32(unit + i32(THREADS))
 
