@@ -148,7 +148,8 @@ def make_matmul(shape: Shape) -> Any:
             ptx.barrier()  # the workspace is free
             place_rows(record, slot_lo, first, rows, tile)
             ptx.barrier()
-            for panel in range(part_lo, part_hi):
+            panel = i32(part_lo)
+            while panel < i32(part_hi):
                 for r in range(OWN):
                     totals[r] = f32(0.0)
                 load_tile(record, panel, i32(0), count, tile, x, w)
@@ -162,9 +163,10 @@ def make_matmul(shape: Shape) -> Any:
                     if own_row < count:
                         multiply(x_at, w_at, min(i32(DEPTH), i32(whole - k)), totals)
                     k = i32(k + i32(DEPTH))
-                column = panel * PANEL + i64(own_column)
-                if column < parameter(record, 6):
-                    finish(record, slot_lo, i32(first + own_row), rows, column, live, totals)
+                column = i32(panel * i32(PANEL) + own_column)
+                if column < i32(parameter(record, 6)):
+                    finish(record, slot_lo, i32(first + own_row), rows, i64(column), live, totals)
+                panel = i32(panel + i32(1))
             first = i32(first + i32(TILE))
 
     return matmul

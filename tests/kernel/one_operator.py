@@ -15,7 +15,7 @@ from wpk.ir.graph import GraphBuilder
 from wpk.ir.types import DType, Type
 from wpk.kernel.arenas import HostArenas
 from wpk.kernel.control import set_bit
-from wpk.kernel.cubin import Cubin, build_cubin
+from wpk.kernel.cubin import build_cubin
 from wpk.ops import LIBRARY
 from wpk.ops.payload import Arena
 from wpk.ops.requirements import Selection
@@ -100,14 +100,17 @@ def numbers(one: Case, operand: int, key: Sequence[int]) -> Array:
     return rng.integers(one.least, one.highest + 1, type.shape).astype(np.int32)
 
 
-def start(kernel: type[Any], one: Case, who: Mapping[int, int], cubin: Cubin | None = None, **options: Any) -> Any:
-    """A kernel with sessions `who` (slot -> session) whose states are in place."""
+def start(
+    kernel: type[Any], one: Case, who: Mapping[int, int], table: Sequence[str] = (), **options: Any
+) -> Any:  # fmt: skip
+    """A kernel with sessions `who` (slot -> session) whose states are in place.
+
+    table: operators of the machine code, so that many cases share one; a GPU's kernel is built for the case's own
+    where there is none.
+    """
     made = compiled(one)
     program = made.program
-    weights = {
-        f"x{i}": numbers(one, i, (7, i))
-        for i, kind in enumerate(one.kinds) if kind == "weight"
-    }  # fmt: skip
+    weights = {f"x{i}": numbers(one, i, (7, i)) for i, kind in enumerate(one.kinds) if kind == "weight"}
     arenas = HostArenas(program)
     image = fill(program, made.load, Numbers(weights), arenas)
     slab = program.arenas[Arena.STATE] // program.slots
@@ -118,7 +121,8 @@ def start(kernel: type[Any], one: Case, who: Mapping[int, int], cubin: Cubin | N
                 data = numbers(one, operand, (session, operand)).reshape(-1).view(np.uint8)
                 arenas.write(Arena.STATE, int(value["offset"]) + slot * slab, data)
     if kernel.__name__ == "CudaKernel":
-        options["cubin"] = cubin or build_cubin(program.operators, settings().kernels, program.slots)
+        program = program.with_operators(table) if table else program
+        options["cubin"] = build_cubin(program.operators, settings().kernels, program.slots)
     running = kernel(program, list(arenas), image, cache=settings().kernels, **options)
     for slot in who:
         set_bit(running.control.active, slot, True)
@@ -150,8 +154,10 @@ def beat(kernel: Any, one: Case, who: Mapping[int, int], number: int = 0) -> dic
     return found
 
 
-def results(kind: type[Any], one: Case, who: Mapping[int, int], beats: int = 1) -> list[dict[int, list[Array]]]:
-    kernel = start(kind, one, who)
+def results(
+    kind: type[Any], one: Case, who: Mapping[int, int], beats: int = 1, table: Sequence[str] = ()
+) -> list[dict[int, list[Array]]]:  # fmt: skip
+    kernel = start(kind, one, who, table)
     try:
         return [beat(kernel, one, who, number) for number in range(beats)]
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ Results = dict[int, list[np.ndarray]]  # of each slot
 TOLERANCE = 2e-5  # of the root mean square of a result: sums of another order, exponentials of another rounding
 
 OTHER_BITS = {"attention", "relative_attention", "residual_quantise", "selected_linear"}  # than the CPU kernel's
+WITH_WORKSPACE = {"attention", "layer_norm", "matmul", "relative_attention", "residual_quantise", "top_p"}
 
 
 def attention(
@@ -66,23 +68,25 @@ def ring(rows: int, new: int, width: int, slots: int = 3) -> Case:
     return case("ring_shift", ("state", f32(rows, width)), ("input", f32(new, width)), slots=slots, carried=True)
 
 
-def depthwise(rows: int, columns: int, taps: int, **attrs: Any) -> Case:
-    operands = f32(taps, columns), f32(columns)
-    return case("depthwise_window", ("input", f32(rows, columns)), *[("weight", t) for t in operands], slots=3, **attrs)
+def depthwise(rows: int, columns: int, taps: int, slots: int = 3, **attrs: Any) -> Case:
+    weights = [("weight", t) for t in (f32(taps, columns), f32(columns))]
+    return case("depthwise_window", ("input", f32(rows, columns)), *weights, slots=slots, **attrs)
 
 
-def conv2d(rows: int, columns: int, channels: int, made: int, taps: tuple[int, int], groups: int, **attrs: Any) -> Case:
+def conv2d(
+    rows: int, columns: int, channels: int, made: int, taps: tuple[int, int], groups: int, slots: int = 3, **attrs: Any
+) -> Case:  # fmt: skip
     operands = f32(*taps, channels // groups, made), f32(made)
     return case(
         "conv2d_window", ("input", f32(rows, columns, channels)), *[("weight", t) for t in operands], ("input", i32()),
-        groups=groups, slots=3, **attrs,
+        groups=groups, slots=slots, **attrs,
     )  # fmt: skip
 
 
-def quantise(books: int, rows: int, width: int, count: int, first: int) -> Case:
+def quantise(books: int, rows: int, width: int, count: int, first: int, slots: int = 3) -> Case:
     operands = f32(books, rows, width), f32(books, rows)
     weights = [("weight", t) for t in operands]
-    return case("residual_quantise", ("input", f32(width)), *weights, count=count, first=first, slots=3)
+    return case("residual_quantise", ("input", f32(width)), *weights, count=count, first=first, slots=slots)
 
 
 CASES: dict[str, Case] = {
@@ -196,12 +200,50 @@ CASES: dict[str, Case] = {
     "uniform numbers": case("random_uniform", ("input", i32(2)), ("input", i32()), highest=1 << 30, shape=(515,)),
     "normal numbers": case("random_normal", ("input", i32(2)), ("input", i32()), highest=1 << 30, shape=(777,)),
 }
+# Phases of a conversation, of 56 sessions.
 FULL: dict[str, Case] = {
-    "speech of 56": attention(32, 32, 72, 1537, 56, position=1536),
-    "recognition of 56": relative(71, 8, 128, 56, highest=500),
+    "speech": attention(32, 32, 72, 1537, 56, position=1536),
+    "recognition": relative(71, 8, 128, 56, highest=500),
     "frames of a codec": layer_norm(441, 384, 56),
-    "rows of 112": rms_norm(2, 1152, 112),
-}
+    "norm of recognition": layer_norm(1, 1024, 56),
+    "norm of speech": rms_norm(2, 1152, 56),
+    "norm of heads": rms_norm(32, 72, 56),
+    "row of speech": case("cache_append", ("state", f32(1537, 2304)), ("input", f32(2304)), ("input", i32()),
+                          highest=1536, slots=56, carried=True),
+    "turned heads": case("rope", ("input", f32(32, 72)), ("input", i32()), highest=3000, slots=56, theta=10000.0),
+    "books": quantise(31, 1024, 512, count=22, first=9, slots=56),
+    "sums of books": case("embedding_sum", ("input", i32(31)), ("weight", f32(31, 1024, 512)), highest=1023, slots=56),
+    "mixture, wide": case("selected_linear", ("input", f32(1152)), ("weight", f32(1024, 64, 1152)), ("input", i32()),
+                          highest=1023, slots=56),
+    "mixture, deep": case("selected_linear", ("input", f32(64)), ("weight", f32(1024, 512, 64)), ("input", i32()),
+                          highest=1023, slots=56),
+    "mixture, chosen": case("top_p", ("input", f32(1024)), p=0.95, slots=56),
+    "mixture, greatest": case("argmax", ("input", f32(1, 1024)), slots=56),
+    "gates": matmul(640, 640, 1, 2560, second=640, bias=True, slots=56),
+    "joint": matmul(640, 640, 1, 1025, bias=True, slots=56),
+    "spectrum": matmul(1520, 400, 8, 514, step=160, slots=56),
+    "phases of a codec": matmul(338688, 384, 882, 9, slots=56),
+    "first subsampling": conv2d(15, 128, 1, 256, (3, 3), 1, stride=(2, 2), pad_before=(1, 2), slots=56),
+    "second subsampling": conv2d(7, 65, 256, 256, (3, 3), 256, stride=(2, 2), pad_before=(1, 1), slots=56),
+    "columns of recognition": depthwise(9, 1024, 9, slots=56),
+    "columns of a codec": depthwise(447, 384, 7, slots=56),
+    "columns of a short codec": depthwise(15, 1536, 7, slots=56),
+    "ring of recognition": ring(8, 1, 1024, 56),
+    "ring of samples": ring(1321, 1280, 1, 56),
+    "joined frames": case("concat", ("input", f32(2304)), ("input", f32(169344)), axis=0, slots=56),
+    "products of speech": case("mul", ("input", f32(9216)), ("input", f32(9216)), slots=56),
+    "sums of speech": case("add", ("input", f32(2, 1152)), ("input", f32(2, 1152)), slots=56),
+    "rounded": case("cast", ("input", f32(1024)), dtype="bf16", slots=56),
+    "waves of a codec": case("sin", ("input", f32(7938)), slots=56),
+}  # fmt: skip
+STREAMING = ("attention_parts@1", "tiled_matmul@1")  # makes room for a ring beside a body's workspace
+
+
+@functools.cache
+def table(streaming: bool = False) -> tuple[str, ...]:
+    """Operators of all cases: one machine code for all."""
+    names = {name for one in (*CASES.values(), *FULL.values()) for name in compiled(one).program.operators}
+    return tuple(sorted(names | set(STREAMING if streaming else ())))
 
 
 def sessions(slots: int) -> dict[int, int]:
@@ -209,10 +251,10 @@ def sessions(slots: int) -> dict[int, int]:
     return {slot: 11 + slot for slot in range(slots) if slots == 1 or slot % 4 != 2}
 
 
-def compared(kind: type[Any], one: Case, beats: int = 1) -> list[Results]:
+def compared(kind: type[Any], one: Case, beats: int = 1, streaming: bool = False) -> list[Results]:
     """Results of that kernel, which are those of the CPU's."""
     who = sessions(one.slots)
-    wanted, found = (results(each, one, who, beats) for each in (CpuKernel, kind))
+    wanted, found = (results(each, one, who, beats, table(streaming)) for each in (CpuKernel, kind))
     worst = 0.0
     for ours, theirs in zip(found, wanted, strict=True):
         for slot in who:
@@ -230,12 +272,12 @@ def of_both(one: Case) -> None:
 
     who = sessions(one.slots)
     found = compared(CudaKernel, one, beats=2)
-    assert bits(results(CudaKernel, one, who, beats=2)) == bits(found)
-    fine = results(CudaKernel, dataclasses.replace(one, fine=True), who, beats=2)
+    assert bits(results(CudaKernel, one, who, 2, table())) == bits(found)
+    fine = results(CudaKernel, dataclasses.replace(one, fine=True), who, 2, table())
     assert bits(fine) == bits(found)
     last = max(who)
     for slot in (0, one.slots - 1):
-        alone = results(CudaKernel, one, {slot: who[last]}, beats=2)
+        alone = results(CudaKernel, one, {slot: who[last]}, 2, table())
         assert [r[slot][0].tobytes() for r in alone] == [r[last][0].tobytes() for r in found]
 
 
@@ -256,6 +298,14 @@ def test_threads_in_python_give_what_the_cpu_gives(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_body_gives_what_the_cpu_gives(name: str) -> None:
     of_both(CASES[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].operator in WITH_WORKSPACE])
+def test_a_body_works_beside_operators_that_stream(name: str) -> None:
+    from wpk.kernel.cuda import CudaKernel
+
+    compared(CudaKernel, CASES[name], streaming=True)
 
 
 @pytest.mark.gpu
@@ -281,7 +331,7 @@ def microseconds(one: Case, beats: int = 12) -> float:
     from wpk.kernel.cuda import CudaKernel
 
     who = {slot: slot for slot in range(one.slots)}
-    kernel = start(CudaKernel, one, who, trace=True)
+    kernel = start(CudaKernel, one, who, table(), trace=True)
     try:
         program = kernel.program
         code = program.operators.index(f"{one.operator}@1")
@@ -299,16 +349,20 @@ def microseconds(one: Case, beats: int = 12) -> float:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_attention_runs_at_the_speed_of_memory() -> None:
-    one = FULL["speech of 56"]
+    # A position beyond the cache in every session: all of its rows are read.
+    one = dataclasses.replace(FULL["speech"], least=1 << 20, highest=1 << 20)
     size = sum(t.bytes for t in one.types[1:3]) * one.slots
-    us = microseconds(full_cache(one))
+    us = microseconds(one)
     print(f"\nattention of {one.slots} sessions: {us:.1f} us, {size / us / 1e6:.2f} TB/s")
     assert size / us / 1e6 > 2.5
 
 
-def full_cache(one: Case) -> Case:
-    """The same with a position beyond the cache in every session: all of its rows are read."""
-    return dataclasses.replace(one, least=1 << 20, highest=1 << 20)
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_how_long_a_body_takes_at_full_size() -> None:
+    print()
+    for name, one in FULL.items():
+        print(f"{name:>28}: {microseconds(one, 6):8.1f} us   {one.operator} {' '.join(str(t) for t in one.types)}")
 
 
 @pytest.mark.skipif(not can_build(), reason="numba-cuda or ptxas is not installed")
