@@ -21,6 +21,8 @@ from wpk.kernel.layout import (
     CACHE_KIND,
     CACHE_ROWS,
     CHUNK_BYTES,
+    COUNTER,
+    ENDED,
     ORDER_BYTES,
     ORDER_WINDOW,
     RING,
@@ -43,6 +45,7 @@ from wpk.kernel.layout import (
     STAGE_UNIT,
     STATE_KIND,
     STATE_ROW,
+    STOPPED,
     STREAM_BYTES,
     TF32,
     TF32_COLUMNS,
@@ -52,7 +55,6 @@ from wpk.kernel.layout import (
 )
 from wpk.kernel.streamed.ring import (
     activation_bytes,
-    await_stage,
     cache_range,
     empty_barrier,
     full_barrier,
@@ -74,6 +76,7 @@ CURSOR_WORDS = 30
 EARLY, LATE = 0, CURSOR_WORDS  # where each cursor is in the array of both
 BOTH = 2 * CURSOR_WORDS
 NEVER = 1 << 30  # a wave after all
+SPINS = 64  # tries of a barrier between two looks at the counter
 PATIENCE = 1 << 14  # looks at the block's own consumers before the bounded wait for all blocks
 
 
@@ -150,8 +153,24 @@ def advance(context, c, o):
 # patient: this is the late cursor, which waits for stages and brings the late bytes; the early one stops where the
 # next stage is not free.
 @device
-def may_write(c, o, base, item, offset, patient):
-    """Is what lies where the item belongs used? A patient caller is answered when it is."""
+def await_free(context, base, used):
+    """Wait until an item is used: true. Or until the kernel ends: by this block's word, or the counter of all blocks.
+
+    The other blocks' waits are bounded, and tell the host of the one that is late; this one must hear of it.
+    """
+    spins = 0
+    while ptx.mbarrier_try(i32(base + empty_barrier(used)), turn_of(used)) == 0:
+        spins += 1
+        if spins % SPINS == 0 and ptx.load_relaxed_gpu(word(context, layout.SYNC) + COUNTER) >= STOPPED:
+            ptx.shared_store_32(i32(base + i32(ENDED)), i32(1))
+        if ptx.shared_load_32(i32(base + i32(ENDED))) != 0:
+            return False
+    return True
+
+
+@device
+def may_write(context, c, o, base, item, offset, patient):
+    """Is what lies where the item belongs used? The patient wait until it is, or hear no because the kernel ends."""
     stages = c[o + COUNT]
     if item - c[o + RUN] >= stages:
         used = i32(item - stages)
@@ -161,8 +180,7 @@ def may_write(c, o, base, item, offset, patient):
             i32(c[o + OLD_COUNT]), i32(c[o + OLD_PLACE]),
         )  # fmt: skip
     if patient:
-        await_stage(base, empty_barrier(used), turn_of(used))
-        return True
+        return await_free(context, base, used)
     return ptx.mbarrier_test(i32(base + empty_barrier(used)), turn_of(used)) != 0
 
 
@@ -180,7 +198,7 @@ def offset_of(place, ring):
 
 
 @device
-def stream_chunks(c, o, base, policy, have, patient):
+def stream_chunks(context, c, o, base, policy, have, patient):
     """A product's part but for windows: tiles of the weight early, sessions' or frames' values late.
 
     What `tf32_matmul` reads, it or another block reads again: it stays in L2.
@@ -198,7 +216,7 @@ def stream_chunks(c, o, base, policy, have, patient):
         full = i32(base + full_barrier(i32(item)))
         if have > 0:
             have -= 1
-        elif may_write(c, o, base, item, offset_of(place, ring), patient):
+        elif may_write(context, c, o, base, item, offset_of(place, ring), patient):
             ptx.mbarrier_expect(full, both)
             if tf32:
                 ptx.bulk_load(place, source, size, full)
@@ -231,7 +249,7 @@ def tap_bytes(c, o):
 
 
 @device
-def stream_windows(c, o, base, have, patient):
+def stream_windows(context, c, o, base, have, patient):
     """The convolution's older rows of some sessions each, and the taps of the part's channels; all of it late."""
     record, window_map = c[o + RECORD], ptx.load_order(c[o + RECORD] + ORDER_WINDOW)
     inner, channels = parameter(record, 3), parameter(record, 4)
@@ -247,7 +265,7 @@ def stream_windows(c, o, base, have, patient):
         full = i32(base + full_barrier(i32(item)))
         if have > 0:
             have -= 1
-        elif may_write(c, o, base, item, offset_of(place, ring), patient):
+        elif may_write(context, c, o, base, item, offset_of(place, ring), patient):
             ptx.mbarrier_expect(full, i32(taps + i32(5) * size))
         else:
             break
@@ -291,7 +309,7 @@ def stream_states(context, c, o, base, have, patient):
                 full = i32(base + full_barrier(i32(item)))
                 if have > 0:
                     have -= 1
-                elif may_write(c, o, base, item, offset_of(place, ring), patient):
+                elif may_write(context, c, o, base, item, offset_of(place, ring), patient):
                     ptx.mbarrier_expect(full, both)
                     ptx.bulk_load(place, source + i64(part) * i64(size), size, full)
                 else:
@@ -325,7 +343,7 @@ def stream_states(context, c, o, base, have, patient):
 
 
 @device
-def stream_cache(c, o, base, have, patient):
+def stream_cache(context, c, o, base, have, patient):
     """A part of a session's cache, eight rows of keys and values of all groups an item; all of it late."""
     record, map_of, slot = c[o + RECORD], c[o + MAP], i32(c[o + SLOT])
     box, halves = i32(2 * parameter(record, 1) * CACHE_ROWS * 128), parameter(record, 2) >> 6
@@ -335,7 +353,7 @@ def stream_cache(c, o, base, have, patient):
         full = i32(base + full_barrier(i32(item)))
         if have > 0:
             have -= 1
-        elif may_write(c, o, base, item, offset_of(place, ring), patient):
+        elif may_write(context, c, o, base, item, offset_of(place, ring), patient):
             ptx.mbarrier_expect(full, size)
         else:
             break
@@ -412,12 +430,14 @@ def make_stream_wave(fetch_orders: Any) -> Any:
             if kind == STATE_KIND:
                 stream_states(context, c, o, base, have, late)
             elif kind == CACHE_KIND:
-                stream_cache(c, o, base, have, late)
+                stream_cache(context, c, o, base, have, late)
             elif c[o + AT] < c[o + CHUNKS]:
-                stream_chunks(c, o, base, policy, have, late)
+                stream_chunks(context, c, o, base, policy, have, late)
             else:
-                stream_windows(c, o, base, have, late)
+                stream_windows(context, c, o, base, have, late)
             if late:
+                if ptx.shared_load_32(i32(base + i32(ENDED))) != 0:
+                    return
                 if c[LATE + ITEM] > c[EARLY + ITEM]:
                     copy_cursor(c, LATE, EARLY)
             elif c[EARLY + ITEM] == before:

@@ -22,6 +22,7 @@ from wpk.kernel.layout import (
     CACHE_KIND,
     CACHE_ROWS,
     EMPTY,
+    ENDED,
     FULL,
     RING,
     S_AT,
@@ -84,6 +85,8 @@ class Machine:
     target: int = 0
     waiting: int = 0  # what WAITING holds
     idle: int = 0
+    stopped: bool = False  # by another block
+    ended: int = 0  # the word that this block's threads look at
     written: dict[int, tuple[int, int]] = field(default_factory=dict)  # item -> first and end byte in the ring
 
     def __post_init__(self) -> None:
@@ -178,6 +181,10 @@ class Machine:
         which = (barrier - FULL) // 8
         return self.items + (which - self.items) % BARRIERS
 
+    def end(self, address: int, value: int) -> None:
+        assert address == ENDED
+        self.ended = int(value)
+
     def over(self, barrier: int, parity: int) -> int:
         self.look()
         return int(self.barriers[int(barrier)].over(int(parity)))
@@ -194,6 +201,8 @@ class Machine:
                 self.wave, self.target = wave, self.target + 1
                 self.consumers, self.done = self.consume(), False
                 code["stream_wave"](0, cursors, wave, 0, 0, self.target, ran)
+                if self.ended:
+                    return
                 while not self.done:  # the bounded wait for all blocks
                     self.look()
                 ran += 1
@@ -221,7 +230,8 @@ class Machine:
             quotient=lambda a, b: np.int32(int(a) // int(b)),
             load_order=lambda address: 0,
             load_relaxed_gpu=self.mask,
-            shared_load_32=lambda address: np.int32(self.waiting if int(address) == WAITING else 0),
+            shared_load_32=lambda address: np.int32(self.waiting if int(address) == WAITING else self.ended),
+            shared_store_32=self.end,
             mbarrier_try=self.over,
             mbarrier_test=self.over,
             mbarrier_expect=self.expect,
@@ -232,6 +242,7 @@ class Machine:
             tensor_load_4=lambda place, where, a, b, c, d, barrier: late(place, barrier),
         )
         words = {layout.STREAMS: STREAMS, layout.ORDERS: ORDERS, layout.STREAM_STARTS: STARTS, layout.ACTIVE: ACTIVE}
+        words[layout.SYNC] = 0
 
         def parameter(record: int, index: int) -> int:
             order = (int(record) - ORDERS) // layout.ORDER_BYTES
@@ -274,6 +285,8 @@ class Machine:
             self.copied(place, found.bytes - taps, barrier)
 
     def mask(self, address: int) -> Any:
-        """A word of the live sessions."""
+        """A word of the live sessions; or the counter that all blocks see."""
+        if address == layout.COUNTER:
+            return layout.STOPPED if self.stopped else self.target
         word = (int(address) - ACTIVE) // 8
         return np.uint64(sum(1 << s % 64 for s in self.live if s // 64 == word)).astype(np.int64)

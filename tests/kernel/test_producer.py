@@ -42,3 +42,11 @@ def test_a_stage_that_is_never_given_back_is_waited_for_without_end(monkeypatch:
     monkeypatch.setattr("tests.kernel.streams.WARPS", 7)  # of the consumers, one does not come
     with pytest.raises(Stuck):
         made.run(2)
+
+
+def test_a_producer_that_waits_hears_that_the_kernel_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = machine("feed-forward alone")
+    monkeypatch.setattr("tests.kernel.streams.WARPS", 7)
+    made.stopped = True  # by a block whose wait is bounded
+    made.run(2)
+    assert made.ended == 1  # and nothing was written over what nobody had used
