@@ -147,15 +147,23 @@ def _make_norm(shape: Shape, name: str, result: int) -> Any:
         return total
 
     @device
-    def load_weights(record, unit, width, weights, biases):
-        """Weight and bias of the elements unit, unit + THREADS, ..."""
-        has_bias = centred and present(record, 2)
+    def load_affine(record, operand, slot, column):
+        """An element of the weight or of the bias; they may be a session's own."""
+        if stride(record, operand) == 0:
+            return ptx.load_constant_f32(address(record, 0, operand, i64(0)) + 4 * column)
+        return ptx.load_l2(address(record, 0, operand, slot) + 4 * column)
+
+    @device
+    def load_weights(record, slot_lo, first, unit, units, rows, weights, biases):
+        """Weight and bias of the elements unit, unit + THREADS, ... of a tile."""
+        width, has_bias = i32(parameter(record, 1)), centred and present(record, 2)
         for k in range(AT_ONCE):
-            other = i32(unit + i32(k * THREADS))
-            column = i64(i32(other - ptx.quotient(other, width) * width))
-            weights[k] = ptx.load_constant_f32(address(record, 0, 1, i64(0)) + 4 * column)
+            other = min(i32(unit + i32(k * THREADS)), i32(units - i32(1)))
+            r = ptx.quotient(other, width)
+            column, slot = i64(i32(other - r * width)), slot_lo + i64(ptx.quotient(i32(first + r), rows))
+            weights[k] = load_affine(record, 1, slot, column)
             if has_bias:
-                biases[k] = ptx.load_constant_f32(address(record, 0, 2, i64(0)) + 4 * column)
+                biases[k] = load_affine(record, 2, slot, column)
 
     @device
     def finish(record, slot_lo, part_lo, first, unit, units, rows, pitch, tile, statistics, live, weights, biases):
@@ -206,7 +214,9 @@ def _make_norm(shape: Shape, name: str, result: int) -> Any:
         first = i32(0)
         while first < units:
             count = min(most, i32(units - first))
-            load_weights(record, thread, width, weights, biases)  # needed last, but under way from now on
+            elements = i32(count * width)
+            # Needed last, but under way from now on.
+            load_weights(record, slot_lo, first, thread, elements, rows, weights, biases)
             ptx.barrier()  # the tile is free
             if aligned:
                 load_tile(record, slot_lo, part_lo, first, count, rows, width, pitch, tile)
@@ -233,13 +243,13 @@ def _make_norm(shape: Shape, name: str, result: int) -> Any:
                 ptx.shared_store_2(i32(statistics + own * i32(8)), mean, factor)
             ptx.barrier()
             unit = thread
-            while unit < i32(count * width):
+            while unit < elements:
                 finish(
-                    record, slot_lo, part_lo, first, unit, i32(count * width), rows, pitch, tile, statistics, live,
+                    record, slot_lo, part_lo, first, unit, elements, rows, pitch, tile, statistics, live,
                     weights, biases,
                 )  # fmt: skip
                 unit = i32(unit + i32(AT_ONCE * THREADS))
-                load_weights(record, unit, width, weights, biases)
+                load_weights(record, slot_lo, first, unit, elements, rows, weights, biases)
             first = i32(first + count)
 
     @device

@@ -111,6 +111,9 @@ CASES: dict[str, Case] = {
     "rows of one": layer_norm(5, 1, 3),
     "rows of many blocks": rms_norm(2, 4484, 3),
     "rows wider than a tile": layer_norm(2, 10001, 2),
+    "rows with weights of their own": case(
+        "layer_norm", ("input", f32(3, 72)), ("input", f32(72)), ("input", f32(72)), slots=5
+    ),
     "rows of three blocks": rms_norm(2, 1152, 7, offset=0.0),
     "short rows": rms_norm(32, 72, 7),
     "rows of three": rms_norm(7, 3, 2),
