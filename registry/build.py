@@ -141,6 +141,17 @@ def default_target() -> str:
     return "cpu" if target is None else target.name
 
 
+def unused_gpu() -> str | None:
+    """Name of a GPU that "auto" passes over only because no kernel for it can be built here; None: there is none."""
+    if can_build():
+        return None
+    try:
+        device = find_device()
+    except WpkError:
+        return None
+    return None if target_of_device(device.name, device.multiprocessors) is None else device.name
+
+
 def _manifest(
     identity: str, spec: ModelSpec, spec_sha: str, context: int, target: Target, compiled: Compiled
 ) -> Manifest:

@@ -15,7 +15,7 @@ from wpk.kernel.cuda import CudaKernel, require_fit
 from wpk.kernel.driver import Device, Gpu, find_device
 from wpk.kernel.neighbours import Notice, require_alone
 from wpk.kernel.packing import Packer, build_packing
-from wpk.registry.build import build, build_machine_code
+from wpk.registry.build import build, build_machine_code, unused_gpu
 from wpk.registry.cohort import Cohort
 from wpk.registry.formats import TensorSet
 from wpk.registry.loading import Bytes, fill, fill_arenas
@@ -69,6 +69,11 @@ def load(
     built = build(spec, capacity=capacity, context=context, target=target, machine_code=False, where=where)
     chosen = find_target(built.manifest.target)
     device = find_device() if chosen.kind == "cuda" else None  # refuse before the weights are fetched
+    if target == "auto" and device is None and (unused := unused_gpu()) is not None:
+        notice(
+            f"{unused} is left idle and the CPU taken: no kernel for that GPU can be built here, which takes "
+            "numba-cuda and ptxas. pip install 'wpk[cu13]', or load with target='h200' what was built elsewhere."
+        )
     if trace and device is None:
         raise TargetError(
             "only GPU kernels record traces", wanted="a GPU target", found=chosen.name,

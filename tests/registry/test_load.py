@@ -79,6 +79,28 @@ def test_a_cpu_records_no_trace_and_has_no_neighbours(shared: Settings) -> None:
         cohort.trace()
 
 
+@pytest.mark.parametrize(
+    ("built", "name", "told"),
+    [(False, "NVIDIA H200", True), (True, "NVIDIA H200", False), (False, "another GPU", False), (False, None, False)],
+)
+def test_a_gpu_that_is_left_idle_is_told_of(
+    built: bool, name: str | None, told: bool, shared: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find() -> Device:
+        if name is None:
+            raise TargetError("no GPU", wanted="GPU 0", found="no driver")
+        return Device(0, name, 132, (9, 0))
+
+    module, said = sys.modules["wpk.registry.build"], []
+    monkeypatch.setattr(module, "can_build", lambda: built)
+    monkeypatch.setattr(module, "find_device", find)
+    monkeypatch.setattr(module, "default_target", lambda: "cpu")
+    registry.load(SPEC, capacity=2, where=shared, notice=said.append).close()
+    assert [text.partition(" is left idle")[0] for text in said] == ["NVIDIA H200"] * told
+    registry.load(SPEC, capacity=2, target="cpu", where=shared, notice=said.append).close()
+    assert len(said) == told  # who asks for the CPU is told nothing
+
+
 def test_a_trace_is_what_the_kernel_recorded(shared: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     class Recording:
         moments = np.ones((3, 2, STAMPS), np.int64)
