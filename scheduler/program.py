@@ -31,7 +31,7 @@ from wpk.ops.payload import OPERANDS, PAYLOAD, Arena
 MAGIC = b"WPKPROG1"
 FORMAT = 1
 NONE = 0xFFFFFFFF  # no value, no wave
-ALIGN = 128  # bytes; every value starts on a cache line, of a GPU too
+ALIGN = 64  # bytes; every value starts on a cache line
 
 HEADER = np.dtype(
     [
