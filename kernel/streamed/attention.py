@@ -15,7 +15,7 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import address, device, is_live, parameter, parameter_f32  # noqa: F401
-from wpk.kernel.layout import CACHE_ROWS, RING
+from wpk.kernel.layout import CACHE_ROWS
 from wpk.kernel.streamed.ring import (
     await_stage,
     cache_range,
@@ -24,6 +24,7 @@ from wpk.kernel.streamed.ring import (
     left_at,
     next_place,
     ring_end,
+    stage_after,
     stage_bytes,
     turn_of,
 )
@@ -127,9 +128,7 @@ def make_consume() -> Any:
                     if lane == 0:
                         ptx.mbarrier_arrive(i32(base + empty_barrier(item)))
                     item = i32(item + i32(1))
-                    start = i32(start + size)
-                    if start == ending:
-                        start = i32(base + i32(RING))
+                    start = stage_after(start, size, ending, base)
                 total += ptx.shuffle_xor(total, i32(1))
                 total += ptx.shuffle_xor(total, i32(2))
                 pitch = i64(width + i32(2)) * 4

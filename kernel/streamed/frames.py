@@ -14,8 +14,8 @@ import numpy as np
 
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import device, parameter
-from wpk.kernel.layout import RING, STREAMING, TILE_ROWS, Shape
-from wpk.kernel.streamed.ring import await_stage, empty_barrier, full_barrier, mark, turn_of
+from wpk.kernel.layout import STREAMING, TILE_ROWS, Shape
+from wpk.kernel.streamed.ring import await_stage, empty_barrier, full_barrier, mark, stage_after, turn_of
 
 i32, i64 = np.int32, np.int64
 # A descriptor's constant part: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
@@ -51,20 +51,12 @@ def boxed_frames(record, slots):
     return i32(ptx.quotient(i32(frames + pieces - i32(1)), pieces) * min(unit_sessions(record), slots))
 
 
-@device
-def after(place, items, size, end, base):
-    """Address of the stage that so many items later comes round."""
-    ring = i32(base + i32(RING))
-    way, whole = i32(place - ring + items * size), i32(end - ring)
-    return i32(ring + way - ptx.quotient(way, whole) * whole)
-
-
 def make_multiply_frames(shape: Shape) -> Any:
     """The device function that adds the chunks of a unit to its accumulators.
 
     item, place: of its first chunk. size, end: of a stage, and of the ring. needed: whether this warpgroup has rows of
     the tile, and of the weight; the same for all its threads. a_offset, b_offset: of its rows in a stage. It frees the
-    stages as it goes.
+    stages as it goes; the item and the place after its last chunk are returned beside the accumulators.
     """
     wgmma = ptx.make_wgmma(TILE_ROWS if shape.sessions == 128 else TILE_ROWS // 2, "tf32")
 
@@ -83,9 +75,7 @@ def make_multiply_frames(shape: Shape) -> Any:
             if lane == 0:
                 ptx.mbarrier_arrive(i32(base + empty_barrier(item)))
             item = i32(item + i32(1))
-            place = i32(place + size)
-            if place == end:
-                place = i32(base + i32(RING))
-        return accumulators
+            place = stage_after(place, size, end, base)
+        return accumulators, item, place
 
     return multiply_frames

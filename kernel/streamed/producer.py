@@ -59,6 +59,7 @@ from wpk.kernel.streamed.ring import (
     empty_barrier,
     full_barrier,
     latest_blocking,
+    stage_after,
     start_of_run,
     turn_of,
     window_box,
@@ -232,20 +233,10 @@ def stream_chunks(context, c, o, base, policy, have, patient):
         source += step
         column = i32(column + width)
         item += 1
-        place = i32(place + pitch)
-        if place == end:
-            place = ring
+        place = stage_after(place, pitch, end, base)
         left = i32(left - i32(1))
     c[o + SOURCE], c[o + AT], c[o + ITEM] = source, c[o + CHUNKS] - i64(left), item
     c[o + OFFSET] = i64(offset_of(place, ring))
-
-
-@device
-def tap_bytes(c, o):
-    """Bytes of one tap of the part's channels."""
-    inner, channels = parameter(c[o + RECORD], 3), parameter(c[o + RECORD], 4)
-    first = max(c[o + ROW] - inner, i64(0))
-    return i32(4 * (min(c[o + ROW] + (c[o + STEP] >> 7) - inner, channels) - first))
 
 
 @device
@@ -255,10 +246,12 @@ def stream_windows(context, c, o, base, have, patient):
     inner, channels = parameter(record, 3), parameter(record, 4)
     ring, place, end, pitch = places(c, o, base)
     box = window_box(i32(c[o + BYTES] // CHUNK_BYTES), pitch)
-    size, taps = tap_bytes(c, o), i32(box * i32(WINDOW_BYTES))
-    first = max(c[o + ROW] - inner, i64(0))
+    taps = i32(box * i32(WINDOW_BYTES))
+    channel = c[o + ROW] - inner  # of the part's first row; below 0 where that one is none
+    first = max(channel, i64(0))
+    size = i32(4 * (min(channel + (c[o + STEP] >> 7), channels) - first))  # of one tap of the part's channels
     source = address(record, 0, 3, i64(0)) + 4 * first
-    skipped = i32(4 * (first - (c[o + ROW] - inner)))
+    skipped = i32(4 * (first - channel))
     item, at = c[o + ITEM], c[o + AT]
     session = i32(i32(c[o + SLOT_LO]) + i32(at - c[o + CHUNKS]) * box)
     while at < c[o + END]:
@@ -270,16 +263,14 @@ def stream_windows(context, c, o, base, have, patient):
         else:
             break
         if patient:
-            ptx.tensor_load_3(place, window_map, i32(c[o + ROW] - inner), i32(0), session, full)
+            ptx.tensor_load_3(place, window_map, i32(channel), i32(0), session, full)
             target = i32(place + taps + skipped)
             for tap in range(5):
                 ptx.bulk_load(i32(target + i32(tap * 4 * TILE_ROWS)), source + 4 * channels * tap, size, full)
         session = i32(session + box)
         at += 1
         item += 1
-        place = i32(place + pitch)
-        if place == end:
-            place = ring
+        place = stage_after(place, pitch, end, base)
     c[o + AT], c[o + ITEM], c[o + OFFSET] = at, item, i64(offset_of(place, ring))
 
 
@@ -326,9 +317,7 @@ def stream_states(context, c, o, base, have, patient):
                     ptx.bulk_load(i32(after + i32(1024)), terms, i32(16), full)
                     ptx.bulk_load(i32(after + i32(1040)), inputs + 4 * i64(first), own, full)
                 item += 1
-                place = i32(place + pitch)
-                if place == end:
-                    place = ring
+                place = stage_after(place, pitch, end, base)
                 part = i32(part + i32(1))
         if going:
             part = part_lo
@@ -364,9 +353,7 @@ def stream_cache(context, c, o, base, have, patient):
                 )  # fmt: skip
         at += 1
         item += 1
-        place = i32(place + pitch)
-        if place == end:
-            place = ring
+        place = stage_after(place, pitch, end, base)
     c[o + AT], c[o + ITEM], c[o + OFFSET] = at, item, i64(offset_of(place, ring))
 
 

@@ -45,7 +45,6 @@ from wpk.kernel.streamed.epilogues import (
 )
 from wpk.kernel.streamed.frames import (
     DESCRIPTOR,
-    after,
     boxed_frames,
     frame_pieces,
     frame_range,
@@ -61,6 +60,7 @@ from wpk.kernel.streamed.ring import (
     mark,
     next_place,
     ring_end,
+    stage_after,
     stage_bytes,
     turn_of,
     window_box,
@@ -314,10 +314,9 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                 own_lo = slot_lo + i64(skipped)
                 held = i32(min(i32(i32(slots) - skipped), each) * frame_range(record, split)[1])
                 needed = i32(group * i32(64)) < held if wide else i32(group * i32(HALF)) < rows
-                accumulators = multiply_frames(
+                accumulators, item, place = multiply_frames(
                     accumulators, chunks, item, place, size, end, needed, a_offset, b_offset, lane, base
                 )  # fmt: skip
-                item, place = i32(item + chunks), after(place, chunks, size, end, base)
             else:
                 # Away from the start of the phase: the ring is full then, and whoever waits stops the stream.
                 mid = min(chunks - 1, FACTORS_AT)
@@ -337,9 +336,7 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                     if lane == 0:
                         ptx.mbarrier_arrive(i32(base + empty_barrier(item)))
                     item = i32(item + i32(1))
-                    place = i32(place + size)
-                    if place == end:
-                        place = i32(base + i32(RING))
+                    place = stage_after(place, size, end, base)
             mark(base, STREAMED_OUT)
             windows, box = i64(0), i32(1)
             if has_mamba2:
@@ -410,9 +407,7 @@ def make_consume(shape: Shape, kinds: frozenset[int]) -> Any:
                     for turn in range(windows):
                         if lane == 0:
                             ptx.mbarrier_arrive(i32(base + empty_barrier(i32(item + i32(turn)))))
-                        place = i32(place + size)
-                        if place == end:
-                            place = i32(base + i32(RING))
+                        place = stage_after(place, size, end, base)
                     item = i32(item + i32(windows))
         return left_at(ring, item, place, base)
 

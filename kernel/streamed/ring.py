@@ -114,6 +114,13 @@ def ring_end(record, base):
 
 
 @device
+def stage_after(place, size, end, base):
+    """Address of the stage after this one, of `size` bytes, in a ring that ends at `end`."""
+    following = i32(place + size)
+    return i32(base + i32(RING)) if following == end else following
+
+
+@device
 def await_stage(base, barrier, parity):
     """Wait until a barrier of the ring has left the phase of that parity, or the kernel ends."""
     while ptx.mbarrier_try(i32(base + barrier), parity) == 0:

@@ -10,7 +10,7 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.cuda_library import address, device, parameter, stride
-from wpk.kernel.layout import RING, STATE_ROW
+from wpk.kernel.layout import STATE_ROW
 from wpk.kernel.streamed.ring import (
     await_stage,
     empty_barrier,
@@ -18,6 +18,7 @@ from wpk.kernel.streamed.ring import (
     left_at,
     next_place,
     ring_end,
+    stage_after,
     stage_bytes,
     turn_of,
 )
@@ -103,9 +104,7 @@ def make_consume() -> Any:
                     row = i64(part) * i64(rows) + i64(warp * own + mine)
                     ptx.store_1(out + 4 * row, (fifth if last else total) + terms[2] * own_x)
                 item = i32(item + i32(1))
-                place = i32(place + pitch)
-                if place == end:
-                    place = i32(base + i32(RING))
+                place = stage_after(place, pitch, end, base)
         return left_at(ring, item, place, base)
 
     return consume
