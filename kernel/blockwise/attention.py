@@ -15,12 +15,20 @@ from numba.cuda import types
 
 from wpk.kernel import ptx
 from wpk.kernel.blockwise.partials import warp_sum
-from wpk.kernel.blockwise.softmax import LOG2E, SUMS, SUMS_BYTES, VERY_LOW, make_merge
+from wpk.kernel.blockwise.softmax import (
+    LOG2E,
+    ROWS,
+    SUMS,
+    SUMS_BYTES,
+    VERY_LOW,
+    add_up_scores,
+    make_merge,
+    make_weigh,
+)
 from wpk.kernel.cuda_library import address, device, is_live, parameter, parameter_f32, shared_base, stride
 from wpk.kernel.layout import WARPS, Shape
 
 i32, i64, f32 = np.int32, np.int64, np.float32
-ROWS = 3  # of the cache that a warp has under way at a time
 PIECES = 3  # of four elements, of a row of a head, that a lane has
 HELD = 4 * PIECES  # elements of a lane
 BATCH = ROWS * HELD
@@ -30,7 +38,7 @@ assert 4 * WARPS * MOST_WIDTH <= SUMS_BYTES
 
 def make_attention(shape: Shape) -> Any:
     """The device function of `attention@1`."""
-    workspace, merge = shape.workspace, make_merge(shape)
+    workspace, merge, weigh = shape.workspace, make_merge(shape), make_weigh(HELD)
 
     @device
     def aligned(record, slot):
@@ -110,26 +118,8 @@ def make_attention(shape: Shape) -> Any:
                         for i in range(HELD):
                             score = ptx.fma(query[i], keys[HELD * r + i], score)
                         scores[r] = score
-                    for o in (16, 8, 4, 2, 1):
-                        if i32(o) < lanes:
-                            for r in range(ROWS):
-                                other = ptx.shuffle(scores[r], i32(lane + i32(o)))
-                                scores[r] += other if i32(member + i32(o)) < lanes else f32(0.0)
-                    top = peak
-                    for r in range(ROWS):
-                        score = ptx.shuffle(scores[r], i32(place * lanes))
-                        scores[r] = score if i32(row + i32(r)) <= last else f32(VERY_LOW)
-                        top = ptx.maximum(top, scores[r])
-                    decay = ptx.exp2(peak - top)
-                    peak = top
-                    total *= decay
-                    for i in range(HELD):
-                        sums[i] *= decay
-                    for r in range(ROWS):
-                        weight = ptx.exp2(scores[r] - top) if i32(row + i32(r)) <= last else f32(0.0)
-                        total += weight
-                        for i in range(HELD):
-                            sums[i] = ptx.fma(weight, values[HELD * r + i], sums[i])
+                    add_up_scores(scores, lane, member, lanes)
+                    peak, total = weigh(scores, values, sums, peak, total, row, last, i32(place * lanes))
                     row = i32(row + i32(WARPS * ROWS))
                 ptx.barrier()  # the workspace is free
                 if place < at_once:

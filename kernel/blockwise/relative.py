@@ -9,7 +9,17 @@ from numba import cuda
 from numba.cuda import types
 
 from wpk.kernel import ptx
-from wpk.kernel.blockwise.softmax import LOG2E, MOST_HEADS, SUMS, SUMS_BYTES, VERY_LOW, make_merge
+from wpk.kernel.blockwise.softmax import (
+    LOG2E,
+    MOST_HEADS,
+    ROWS,
+    SUMS,
+    SUMS_BYTES,
+    VERY_LOW,
+    add_up_scores,
+    make_merge,
+    make_weigh,
+)
 from wpk.kernel.cuda_library import (
     address,
     device,
@@ -23,13 +33,13 @@ from wpk.kernel.cuda_library import (
 from wpk.kernel.layout import WARPS, Shape
 
 i32, i64, f32 = np.int32, np.int64, np.float32
-ROWS = 3  # of the stream that a warp has under way at a time
 BATCH = 4 * ROWS
 MOST_WIDTH = 128  # of a head: four elements a lane
 
 
 def make_relative_attention(shape: Shape) -> Any:
-    workspace, merge, by_threads = shape.workspace, make_merge(shape), threads_body("relative_attention", 1)
+    workspace, merge, weigh = shape.workspace, make_merge(shape), make_weigh(4)
+    by_threads = threads_body("relative_attention", 1)
 
     @device
     def attend(record, slot_lo, slot_hi, part_lo, part_hi, live):
@@ -99,26 +109,8 @@ def make_relative_attention(shape: Shape) -> Any:
                                 score = ptx.fma(content[i], keys[4 * r + i], score)
                                 score = ptx.fma(where[i], positions[4 * r + i], score)
                             scores[r] = score
-                        for o in (16, 8, 4, 2, 1):
-                            if i32(o) < lanes:
-                                for r in range(ROWS):
-                                    other = ptx.shuffle(scores[r], i32(lane + i32(o)))
-                                    scores[r] += other if i32(member + i32(o)) < lanes else f32(0.0)
-                        top = peak
-                        for r in range(ROWS):
-                            score = ptx.shuffle(scores[r], i32(place * lanes))
-                            scores[r] = score if i32(row + i32(r)) <= held else f32(VERY_LOW)
-                            top = ptx.maximum(top, scores[r])
-                        decay = ptx.exp2(peak - top)
-                        peak = top
-                        total *= decay
-                        for i in range(4):
-                            sums[i] *= decay
-                        for r in range(ROWS):
-                            weight = ptx.exp2(scores[r] - top) if i32(row + i32(r)) <= held else f32(0.0)
-                            total += weight
-                            for i in range(4):
-                                sums[i] = ptx.fma(weight, values[4 * r + i], sums[i])
+                        add_up_scores(scores, lane, member, lanes)
+                        peak, total = weigh(scores, values, sums, peak, total, row, held, i32(place * lanes))
                         row = i32(row + i32(WARPS * ROWS))
                     if place < at_once and i32(first + place) < count:
                         own_row = i32(i32(warp * count) + i32(first + place))
